@@ -44,7 +44,7 @@ SMALL = random_inputs(24, 4, 2, 8, torch.float32)
 
 
 def silent(line: str) -> None:
-    """Show nothing."""
+    """Ignore a line of output."""
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def lose_a_row(out: Tensor, grads: list[Tensor]) -> None:
 
 
 class Spoiled(Flash):
-    """One process with an error in its result."""
+    """The baseline of one process, with an error that `spoil` puts into its results."""
 
     def __init__(self, spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
         super().__init__("spoiled", slice(None), slice(None))
@@ -118,7 +118,7 @@ def test_stages_are_timed_only_inside_their_block() -> None:
     def on_rank(ring: Ring) -> tuple[dict[str, float], Tensor, Tensor]:
         ours = OurRing(ring)
         ours.load(SMALL)
-        # Stages belong to a process: if two ranks are its threads, only one may wrap its functions.
+        # `stages` replaces functions of the whole process, and the ranks are threads of it. So only one rank calls it.
         with stages(ring) if ring.rank == 0 else nullcontext({}) as seconds:
             out = ours.forward()
             ours.backward()
@@ -173,7 +173,7 @@ def test_table_is_markdown() -> None:
     assert lines == ["### t", "", "| a   | bb |", "| --- | -- |", "| ccc | d  |", "", "- n"]
 
 
-# --- the entries, tiny -----------------------------------------------------------------------------------------------
+# --- the commands at tiny sizes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -197,13 +197,15 @@ def test_dilated(tmp_path: Path) -> None:
         "all_gather": (3072, 9_437_184),
         "direct": (3072, 9_437_184),
         "sub_rings": (4352, 13_369_344),
-        # (2048 + 1536 + 896) / 2; a quarter are outputs, in float32 or bfloat16, each with its lse
+        # A rank sends 2048 + 1536 + 896 rows of single tensors, which equal half that number of rows of K and V.
+        # A quarter of them are outputs in float32 or bfloat16, each with its lse.
         "all_to_all": (2240, 6_881_280 + 12 * 1120 * (128 + 4)),
         "all_to_all, outputs in bfloat16": (2240, 6_881_280 + 12 * 1120 * 4),
         "full attention, ring": (917_504, 2_818_572_288),
     }
     (by_rank,) = data["by_ranks"].values()
-    # The pairs of 64 with 64 and of the other branches for half of the tokens, compared with all pairs.
+    # With full attention, each rank computes 256 queries with 512 keys in 2 heads. In the dilated branches, a query has
+    # 64, 32, 16 and 8 keys on average, because a branch keeps fewer queries too.
     assert [rank["pairs"]["full"] for rank in by_rank] == [2 * 256 * 512] * 2
     assert sum(rank["pairs"]["dilated"] for rank in by_rank) == 2 * 512 * (64 + 32 + 16 + 8)
     assert (tmp_path / "dilated.md").read_text().count("### ") == 4
@@ -229,7 +231,7 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def job(folder: str, number: int) -> int:
-    """Leave a mark. Every third job dies, every fourth raises."""
+    """Append to the file of this job. Jobs 0, 3, 6, ... end their process, and of the others 4, 8, ... raise."""
     with Path(folder, str(number)).open("a") as file:
         file.write("x")
     if number % 3 == 0:
@@ -266,7 +268,7 @@ def test_a_job_that_hangs_is_ended_and_the_next_one_has_a_process() -> None:
 
 
 def test_a_process_whose_job_raised_runs_no_other_job() -> None:
-    """Its CUDA context may be broken."""
+    """An error may have broken the CUDA context of the process."""
     with Worker() as worker:
         first = worker.ask(os.getpid, limit_s=60.0)
         with pytest.raises(JobFailed, match=r"^ValueError: invalid literal"):
@@ -288,7 +290,7 @@ LARGE = str(SIZES[-1])
 
 
 def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, list[float]]]:
-    """Return ten times for each transport; the bar is met at all sizes except possibly the largest."""
+    """Return ten durations for each transport and size. The bar is met at all sizes except possibly the largest."""
     seconds = {
         name: {str(size): [s] * 10 for size in SIZES} for name, s in (("shm", 1.0), ("gloo", 9.0), ("copy", 0.5))
     }
@@ -301,7 +303,7 @@ def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, 
     ("seconds", "verdict"),
     [
         ((1.0, 4.0, 0.9), "At least 4.0 times gloo, the bar is 4 at every size: met."),
-        # Twice as fast as copying would satisfy this bar, so the copy must not be counted as shm's.
+        # shm is twice as fast as the bare copy here. The verdict must use the time of shm, which meets the bar.
         ((1.0, 4.0, 2.0), "At least 4.0 times gloo, the bar is 4 at every size: met."),
         ((1.0, 3.9, 0.9), "every size: MISSED at 65536 KiB (3.9 times, the bare copy 4.3)."),
         ((1.0, 3.6, 0.9), "every size: MISSED at 65536 KiB (3.6 times, the bare copy 4.0)."),
@@ -319,7 +321,7 @@ def test_a_size_that_copying_cannot_reach_is_reported_separately(
 
 
 def rounds(by: float, count: int = 60) -> tuple[list[float], list[float]]:
-    """Return seconds of ours and of a peer that takes `by` times as long, on a machine whose speed varies threefold."""
+    """Return our seconds, and those of a peer that takes `by` times as long. The machine's speed varies threefold."""
     draw = random.Random(7)
     speed = [1 + 2 * draw.random() for _ in range(count)]
     ours, peer = ([s * (1 + 0.02 * draw.random()) for s in speed] for _ in range(2))
@@ -423,7 +425,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
         soak.main(["ranks=1"])
 
 
-# --- what prediction chooses for drawn calls -------------------------------------------------------------------------
+# --- schedules that predictions choose for drawn calls ---------------------------------------------------------------
 
 
 CALL = Shape(1024, 4, 4, 64, "zigzag", "ring")
@@ -441,7 +443,7 @@ def test_draws_are_reproducible_and_cover_every_kind() -> None:
 
 def test_schedules_with_the_same_plans_are_measured_once() -> None:
     two, four = ({shape.schedule for shape in distinct_schedules(CALL, ranks)} for ranks in (2, 4))
-    # On two ranks one exchange delivers everything, under any name.
+    # On two ranks, one exchange delivers everything, so these schedules have the plans of the ring.
     assert not two & {"direct", "all_gather", "double_ring"} and {"ring", "pass_q"} <= two
     assert {"ring", "direct", "all_gather", "bidirectional", "double_ring"} <= four
 
@@ -551,11 +553,14 @@ def test_the_placement_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "rows sent" in capsys.readouterr().out
 
 
-# --- what a ring loses to the SMs that it leaves to exchanges --------------------------------------------------------
+# --- loss of speed from SMs that are reserved for exchanges ----------------------------------------------------------
 
 
 def test_a_long_ring_loses_its_share_and_a_short_one_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With 8 of 132 SMs reserved. For a short ring, exposed hops cost more than any margin."""
+    """With 4 or 8 of 132 SMs reserved, a long ring loses that share of its speed.
+
+    A short ring loses less, because it spends much of its time on exposed hops.
+    """
     margin.main(["clusters=h100", "masks=causal", "tokens=8192,1048576", f"results={tmp_path}"])
     short, long = json.loads((tmp_path / "margin.json").read_text())["rows"]
     lost = [[row["margins_ms"][sms] / row["free_ms"] - 1 for sms in ("4", "8")] for row in (short, long)]
@@ -570,7 +575,7 @@ def test_a_long_ring_loses_its_share_and_a_short_one_less(tmp_path: Path, capsys
 def test_a_wrong_margin_stops_the_benchmark(
     by: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A margin that makes a pass faster, or slower than its share, is a fault of the model."""
+    """The model is wrong if a margin makes a pass faster, or slower by more than the share of the reserved SMs."""
     leaving = Cluster.leaving
     wrong = {"flops": 648e12 * by, "backward_flops": 561e12 * by}
     first_call = iter([None])  # the first call computes the time and is spoiled; the bound uses the true cluster
@@ -589,7 +594,10 @@ def test_a_wrong_margin_stops_the_benchmark(
 
 
 def test_the_picture_of_memory_shows_the_gain_over_one_device() -> None:
-    """Three lines: one device, a rank of the ring, and its share of the tensors; the labels are their ratios."""
+    """The picture has three lines: one device, one rank of the ring, and that rank's share of the tensors.
+
+    The labels show the ratios between the lines.
+    """
     options = memory.MemoryOptions(length_tokens=(1024, 4096), heads=4, kv_heads=2)
     alone, ring = memory.PICTURED
     bytes_a_token = {alone: 12_000, ring: 3_000}

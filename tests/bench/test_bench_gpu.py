@@ -44,7 +44,7 @@ def rehearse(module: str, folder: Path, *arguments: str) -> Any:
 
 
 class StandInForWorker:
-    """Replaces a worker process."""
+    """A stand-in for a worker process. Subclasses define `ask`."""
 
     def __enter__(self) -> Any:
         return self
@@ -83,8 +83,9 @@ def test_kernels(tmp_path: Path) -> None:
 
 
 class Answers(StandInForWorker):
-    """Replaces a worker: `speed` returns figures, other jobs fail as `says` defines; records the saved rows before each
-    job.
+    """A stand-in for a worker: jobs that `says` names fail with its text, and others return fixed figures.
+
+    `kept` records the number of saved rows before each job.
     """
 
     says: ClassVar[dict[str, str]] = {}
@@ -130,7 +131,8 @@ def test_every_figure_is_saved_immediately(answers: type[Answers], tmp_path: Pat
         "flash4": "is not installed", "not here": "RuntimeError: refuses",
         "launch cost": "its process ended with exit code -9",
     }  # fmt: skip
-    # Before each job: the gate, forward and backward of eight sizes; one gate and two sizes; a gate, the costs.
+    # The rows that are saved before each job: the gate and two passes of eight sizes of the first baseline, the gate
+    # and two sizes of the second, the gate of the third, and the launch costs.
     sizes = [rows for rows in range(1, 8) for _ in ("forward", "backward")]
     assert answers.kept == [-1, -1, -1, *sizes, 8, 8, 9, 16, 16]
     page = (tmp_path / "first.md").read_text()
@@ -187,7 +189,7 @@ def test_the_gate_notices_wrong_results(part: str, monkeypatch: pytest.MonkeyPat
 def test_a_baseline_that_hangs_or_is_wrong_loses_only_its_figures(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """eager hangs at its second model, so the others cannot be compared there; epilogue is wrong."""
+    """The baseline eager hangs at the second model and keeps its earlier figures. epilogue is wrong and gets none."""
 
     class Answers(StandInForWorker):
         def ask(self, requested: Any, options: QkvOptions, model: int, name: str, *, limit_s: float) -> Any:
@@ -220,7 +222,10 @@ FASTEST = Config(128, 128, 8, 2, "pointers")
 
 
 class Tries(StandInForWorker):
-    """Replaces a worker: times depend on the blocks; candidates in `hang` have none. Records the requests."""
+    """A stand-in for a worker: times depend on the block sizes, and candidates in `hang` never answer.
+
+    `asked` records the requests.
+    """
 
     asked: ClassVar[list[tuple[str, Config]]] = []
     hang: ClassVar[set[Config]] = set()
@@ -249,7 +254,10 @@ def tuned(folder: Path, *arguments: str) -> Any:
 
 
 def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times decide: the table's own dK/dV entry spills with one compiler, and a spilling candidate may be fastest."""
+    """Only times decide, because a candidate that spills registers may be the fastest.
+
+    With one compiler, even the table's entry for dK/dV spills.
+    """
     handles = [SimpleNamespace(name=name, spills=n) for name, n in (("_forward", 2), ("_grad_q", 99), ("_grad_kv", 8))]
     spilling = SimpleNamespace(handles=lambda: handles, clear=lambda: None)
     monkeypatch.setattr(tune, "kept", spilling)
@@ -261,7 +269,7 @@ def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_context_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate that fails is a result. If the device fails from then on, the error leaves the job."""
+    """A candidate that fails is a result. If the device has failed too, the job raises the error."""
     monkeypatch.setattr(tune, "with_config", lambda case, config: 1 / 0)
     small = TuneOptions(tokens=8, heads=2, batch=1, dtype="float32")
     arguments = Case("forward", 16, "pointers"), FASTEST, small, True
@@ -337,7 +345,7 @@ def test_the_fastest_correct_candidate_is_written(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("kernel", "blocks"), [("forward", (128, 128)), ("grad_kv", (64, 128)), ("grad_q", (128, 64))])
 def test_promising_candidates_are_tried_first(kernel: str, blocks: tuple[int, int], dim: int) -> None:
-    """dK and dV with 64 key rows per group of warps, out and dQ with 64 query rows: among the first ten."""
+    """Among the first ten candidates are 64 key rows per group of warps for dK/dV, and 64 query rows for out and dQ."""
     order = promising(kernel, dim, "descriptors")
     assert (*blocks, 8, 2, "descriptors") in order[:10]
     assert len(order) == len(set(order)) == 64
@@ -441,11 +449,11 @@ def test_a_section_fits_the_cache() -> None:
 
 
 def test_the_section_of_a_launch() -> None:
-    """16,384 rows of 64 and of 32 elements are 3 MiB per head, of which eleven fit."""
+    """K and V of a head have 16,384 rows of 64 and of 32 elements, which take 3 MiB. Eleven heads fit the cache."""
     k, v = (torch.zeros(1 << 14, 2, 16, dim, dtype=torch.half, device="meta") for dim in (64, 32))
     table = Table(torch.zeros(128, 8), torch.zeros(1, 16), 16)
     assert section_for(table, k, v) == 11 and section_for(table, k, v, sharing=2) == 22
-    # Fewer than three fit if each head reads four, but two items per SM need three.
+    # If each head reads four K/V heads, fewer than three heads fit, but two items per SM need three.
     assert section_for(table, k, v, reads=4) == 3
     assert section_for(table._replace(slots=4), k, v) == 8
 
@@ -454,9 +462,10 @@ def test_the_section_of_a_launch() -> None:
 @pytest.mark.parametrize("tokens", [4096, 8192, 16384])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_causal_step_fills_the_gpu(gpu: str, tokens: int, side: str) -> None:
-    """16 heads, batch 1: the least even of ordinary calls.
+    """The work of 16 heads and batch 1 is harder to divide evenly than that of other ordinary calls.
 
-    At 4,096 tokens each SM of a B200 has 3.5 items: longest first ends at 60 units, where 58 might be possible.
+    At 4,096 tokens, each SM of a B200 has 3.5 items. The order longest first ends at 60 units, although 58 might be
+    possible.
     """
     launch = step_of("causal", tokens, side)
     items = items_of(launch, launch.section(GPUS[gpu]))
@@ -465,7 +474,10 @@ def test_a_causal_step_fills_the_gpu(gpu: str, tokens: int, side: str) -> None:
 
 
 def test_the_committed_figures_are_current() -> None:
-    """Renew with `python -m ringattn.bench makespan`. On an H100 only indivisible equal items exceed 1.03."""
+    """`python -m ringattn.bench makespan` renews the figures.
+
+    On an H100, a ratio exceeds 1.03 only if no order does better, because equal items do not divide evenly.
+    """
     figures = all_steps()
     assert figures == json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]
     for name, figure in figures.items():

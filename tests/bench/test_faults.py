@@ -48,7 +48,7 @@ def forkserver() -> None:
 
 
 def run_cells(cells: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """Return the outcome of each (fault, column). Three run at once, because nearly all of their time is waiting."""
+    """Return the outcome of each (fault, column). Three run at the same time, because they mostly wait."""
 
     def run(cell: tuple[str, str]) -> Outcome:
         return run_fault(FAULTS[cell[0]], cell[1], 1, grace_s=GRACE_S)
@@ -250,7 +250,10 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
 
 
 def stub_torchrun(monkeypatch: pytest.MonkeyPatch, answers: list[dict[int, dict[str, Any]]]) -> list[int]:
-    """Replace torchrun: per start, the answers of both ranks by case. Returns how many cases each start received."""
+    """Replace torchrun. `answers`: for each start, the answer of both ranks to each case.
+
+    Return a list to which each start appends the number of cases that it received.
+    """
     case_counts: list[int] = []
 
     def run(program: list[str], job: Path, meanwhile: Any, ranks: int, job_s: float) -> Ended:
@@ -436,7 +439,7 @@ def test_rails_carry_equal_bytes_and_nothing_is_left() -> None:
     nbytes = 1 << 20
 
     def silent(line: str) -> None:
-        """Show nothing."""
+        """Ignore a line of output."""
 
     with nodes:
         received: list[Any] = nodes.run("tests.bench.test_faults:probe", {"nbytes": nbytes}, silent, "shm")
