@@ -115,7 +115,7 @@ class RingAttention(Layer):
 
 
 class RingMultiheadAttention(Projections):
-    """Self-attention with its projections: one weight for queries, keys and values, attention, output projection.
+    """Self-attention with its projections: one weight for queries, keys and values, and one for the output.
 
     The parameters have the names and, for equal heads, the shapes of `torch.nn.MultiheadAttention`, so its state
     dictionaries load. Its options have the same names; those that a ring does not support are refused. Weights must be
@@ -170,7 +170,7 @@ class RingMultiheadAttention(Projections):
             norm_eps: Added to the mean square in that normalization.
             rope: Rotary embedding by global positions: neox or interleaved. None: no rotation.
             rope_base: Base of the rotary angles.
-            sinks: One learned logit per query head that takes weight but adds no value.
+            sinks: One learned logit per query head, which takes part in the softmax but has no value.
             options: See `ringattn.options.AttentionOptions`.
 
         Raises:

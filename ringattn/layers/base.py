@@ -1,8 +1,8 @@
 """Base classes of the layers: printed options, memory, and projections that overlap with messages.
 
-If all K and V of a rank are sent in one message, they are projected directly into its buffer, and copied from there for
-local use while the message is sent. Queries are projected in the meantime. If queries are sent too, they are projected
-before anything is sent.
+If all K and V of a rank are sent in one message, they are projected directly into the message's buffer. While the
+message is sent, K and V are copied from the buffer for local use, and queries are projected. If queries are sent too,
+they are projected before anything is sent.
 
 Guarantees: results and gradients equal those of projecting first and attending afterwards. Refusals come before
 anything is sent.
@@ -42,7 +42,7 @@ def shown(options: AttentionOptions, **others: object) -> str:
 
 
 class Layer(nn.Module):
-    """Base of all layers: reports of memory."""
+    """The base class of all layers, with their memory reports."""
 
     def own_memory(self) -> dict[str, int]:
         """Return the bytes of the layer's weights.
@@ -84,7 +84,7 @@ class Projections(Layer):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Raise `InputError` if head counts do not match, or rotary positions do not match the heads."""
+        """Create the weights. Raises `InputError` if head counts or rotary positions do not match the heads."""
         super().__init__()
         if num_kv_heads is not None and not hasattr(num_kv_heads, "__index__"):
             raise InputError(f"num_kv_heads must be a number of heads, got {num_kv_heads!r}; pass options by name")
@@ -158,7 +158,7 @@ class Projections(Layer):
         # q, k and v do not exist yet, so the gradients that ranks need follow from the inputs of their projections.
         inputs = {"x": x, "weight": weight, "bias": bias, "q_norm": self.q_norm, "k_norm": self.k_norm}
         call = agreed(ring, described, options.sinks, inputs | {"sinks": options.sinks})
-        # One split per tensor, so that autograd joins the two gradients by one copy.
+        # Each tensor is split once, so that autograd joins the gradients of its two parts by one copy.
         (q_weight, kv_weight), (q_bias, kv_bias) = weight.split(cut), (None, None) if bias is None else bias.split(cut)
         finish: dict[str, Any] = {"norms": norms, "norm_eps": self.norm_eps, "turns": turns}
         keys_values: tuple[Tensor, ...] = ()
@@ -191,7 +191,7 @@ class Projections(Layer):
 
 
 def check_shard(x: Tensor, seq: Sequence, model: int) -> None:
-    """Raise `InputError` unless x is this rank's shard of `seq`, of tokens with `model` elements."""
+    """Raise `InputError` unless x is this rank's shard of `seq`, and its tokens have `model` elements."""
     rank, tokens = seq.ring.rank, seq.counts[seq.ring.rank]
     if x.dim() != 3 or x.shape[1:] != (tokens, model):
         raise InputError(

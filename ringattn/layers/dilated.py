@@ -101,7 +101,7 @@ class Dilation(Layer):
 
         Args:
             segment_lengths: Tokens per segment, for each branch; positive.
-            dilation_rates: A head keeps one of this number of tokens, for each branch; positive.
+            dilation_rates: For each branch, the number of tokens of which a head keeps one; positive.
             offset: Selects the token that a head keeps: mod, block, kv_head or layer_rotated; see
                 `Ring.dilated_attention`.
             grad: exact, or detached to treat the weights of the branches as constants, like torchscale.
@@ -126,7 +126,7 @@ class Dilation(Layer):
         return out
 
     def warn_once(self, q_heads: int, kv_heads: int) -> None:
-        """Warn of branches that cannot reach every query. Later calls do nothing.
+        """Warn about branches that cannot reach every query. Later calls do nothing.
 
         Args:
             q_heads: Query heads.
@@ -244,7 +244,7 @@ class MultiheadDilation(Projections):
             embed_dim: Elements of a token.
             num_heads: Query heads.
             segment_lengths: Tokens per segment, for each branch; positive.
-            dilation_rates: A head keeps one of this number of tokens, for each branch; positive.
+            dilation_rates: For each branch, the number of tokens of which a head keeps one; positive.
             num_kv_heads: Key and value heads (GQA), a divisor of `num_heads`. None: `num_heads`.
             head_dim: Elements of a head. None: embed_dim / num_heads.
             bias: Give the projections biases.

@@ -42,13 +42,12 @@ def project_qkv(
     length: int | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Project x (batch, tokens, model). Return q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads,
-    ...).
+    """Project x (batch, tokens, model) to q (batch, tokens, heads, head_dim), and to k and v with `kv_heads` heads.
 
     `weight`: ((heads + 2 * kv_heads) * head_dim, model) as in `F.linear`, with the rows of queries first, then keys,
     then values. `bias`: (rows of weight,), or None. `q_norm`, `k_norm`: (head_dim,) weights of an RMS normalization of
     each head, before the rotation. `positions`: (tokens,) global positions, required with `rope`. `length`: the tokens
-    of the whole sequence, required with XPos. Raises `InputError` for sizes that do not match, and like `Rope.turns`.
+    of the whole sequence, required with XPos. Raises `InputError` if sizes do not match, and where `Rope.turns` does.
     """
     if (rope is None) != (positions is None):
         raise InputError("rope and positions belong together: pass both, or neither")
@@ -78,9 +77,10 @@ def project(
 ) -> tuple[Tensor, ...]:
     """Return q, k and v; with 0 `heads` only k and v, with 0 `kv_heads` only q. See `project_qkv`.
 
-    `norms`, `turns`: for queries and for keys. `into`: buffers for K and V, two row-first views (rows, batch, kv_heads,
-    head_dim) of x's dtype. The last stride must be 1, others are arbitrary. The returned tensors are then views of the
-    buffers, (batch, rows, kv_heads, head_dim). Overwriting the buffers before backward does not change gradients.
+    `norms`: the norm weights for queries and for keys. `turns`: their rotations. `into`: buffers for K and V, two
+    row-first views (rows, batch, kv_heads, head_dim) of x's dtype. The last stride must be 1, others are arbitrary. The
+    returned tensors are then views of the buffers, (batch, rows, kv_heads, head_dim). Overwriting the buffers before
+    backward does not change gradients.
     """
     spec = _Spec(heads, kv_heads, head_dim, norm_eps, *turns, into)
     norms = norms[0] if heads else None, norms[1] if kv_heads else None
@@ -114,7 +114,7 @@ def backend_for(x: Tensor, head_dim: int) -> Backend:
 
 
 class _Spec(NamedTuple):
-    """The arguments of a projection without gradients. 0 `heads` omits queries, 0 `kv_heads` omits keys and values."""
+    """The arguments of a projection that have no gradients. 0 `heads` omits queries, 0 `kv_heads` keys and values."""
 
     heads: int
     kv_heads: int
@@ -126,7 +126,7 @@ class _Spec(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of the projection."""
+        """The number of columns of the projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def buffers(self) -> tuple[Tensor, ...]:
@@ -193,7 +193,7 @@ def _check_buffers(x: Tensor, spec: _Spec) -> None:
 def _plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> tuple[Tensor, ...]:
-    """Compute the reference in plain torch."""
+    """Compute the projection in plain torch. This is the reference for the Triton kernels."""
     raw = F.linear(x, weight, bias).unflatten(-1, (-1, spec.head_dim))
     q, k, v = raw.split((spec.heads, spec.kv_heads, spec.kv_heads), 2)
     q, k = _turned(q, q_norm, spec.eps, spec.q_turn), _turned(k, k_norm, spec.eps, spec.k_turn)
@@ -226,12 +226,12 @@ class _Put(torch.autograd.Function):
 
 
 # --- Triton kernels --------------------------------------------------------------------------------------------------
-# Keys and values are launched before queries. For a norm, backward needs the product before normalization: it is saved,
-# or recomputed if a fused kernel never stored it.
+# Kernels for keys and values are launched before those for queries. For a norm, backward needs the product before
+# normalization. The product is saved, or recomputed if a fused kernel never stored it.
 
 
 class _KernelProjection(torch.autograd.Function):
-    """The projection by kernels. `spec` has the sizes; `backend` is "epilogue" or "fused"."""
+    """The projection by Triton kernels. `spec` has the sizes; `backend` is "epilogue" or "fused"."""
 
     @staticmethod
     def forward(
@@ -271,7 +271,8 @@ class _KernelProjection(torch.autograd.Function):
         from ringattn.kernels.qkv import epilogue_grad_call, norm_parts
 
         x, weight, bias, q_norm, k_norm, *raws = ctx.saved_tensors
-        # The kernels write gradients of all columns into one buffer, so that one product each gives dx and dweight.
+        # The kernels write the gradients of all columns into one buffer. So one matrix product gives dx, and another
+        # gives dweight.
         draw = x.new_empty(*x.shape[:2], ctx.spec.columns)
         dnorms = []
         groups = _groups(tuple(_dense(grad) for grad in grads), q_norm, k_norm, ctx.spec)
@@ -292,7 +293,7 @@ class _KernelProjection(torch.autograd.Function):
 def _groups(
     buffers: tuple[Tensor, ...], q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> list[tuple[slice, Any]]:
-    """Return the launches in order: the rows of the weight, and the `Finish` of each."""
+    """Return the kernel launches in order. Each has its rows of the weight and its `Finish`."""
     from ringattn.kernels.qkv import Finish
 
     cut = spec.heads * spec.head_dim

@@ -5,8 +5,8 @@ keeps only the function's input. Backward recomputes each tile, writes the input
 gradients of weights in the accumulator's dtype. So a feed-forward of any length takes the memory of one tile (TiledMLP
 of Arctic Long Sequence Training, arXiv:2506.13996), and so does the loss with its logits.
 
-Guarantees: values and gradients equal those of the function up to rounding. Backward sees the same random numbers.
-Tensors return from host memory bit by bit.
+Guarantees: values and gradients equal those of the function up to rounding. Backward draws the same random numbers as
+forward. Tensors that return from host memory are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Tiling:
-    """A function and the rows that it gets at a time.
+    """A function, and the number of rows that it gets at a time.
 
-    `summed`: it returns one number per tile, to be added; otherwise one output row per row. `draws`: it may draw random
-    numbers.
+    `summed`: the function returns one number per tile, and the numbers are added. Otherwise it returns one output row
+    per row. `draws`: the function may draw random numbers.
     """
 
     function: Function
@@ -47,8 +47,8 @@ def tiled(tiling: Tiling, x: Tensor, weights: Sequence[Tensor], others: Sequence
     """Apply `tiling.function` to the rows of `x`, tile by tile.
 
     Args:
-        tiling: The function. It takes (rows, dim) of x and the same rows of each of `others`, and returns one output
-            row per row, or one number.
+        tiling: The function. It takes some rows of x, (rows, dim), and the same rows of each of `others`. It returns
+            one output row per row, or one number.
         x: The input. All dimensions but the last are rows.
         weights: Every tensor other than x through which gradients flow, in its state while the function runs.
         others: Integers for each row, such as labels.
@@ -73,7 +73,9 @@ def tiled(tiling: Tiling, x: Tensor, weights: Sequence[Tensor], others: Sequence
 
 
 class _Call:
-    """One call: its function, and all inputs other than the rows. `kept`: the autograd context that saves the rows.
+    """One call of `tiled`: its function, and all inputs except the rows.
+
+    `kept`: the autograd context that saves the rows.
 
     Weights are not saved, because hooks may return copies of saved tensors, but the function uses the originals. Their
     version counters are compared instead, like in autograd.
@@ -98,7 +100,7 @@ class _Call:
         return [slice(start, start + step) for start in range(0, max(1, len(rows)), step)]
 
     def run(self, part: Tensor, tile: slice) -> Tensor:
-        """Return the function of a tile."""
+        """Return the function's result for the rows `part` of a tile."""
         with self.autocast():
             return self.tiling.function(part, *(integers[tile] for integers in self.others))
 
@@ -207,9 +209,10 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def inputs_on_host() -> saved_tensors_hooks:
-    """Return a context in which saved floating-point tensors of rows move to host memory, pinned for CUDA tensors.
+    """Return a context in which floating-point tensors that autograd saves move to host memory.
 
-    Use it around the call of a checkpoint: `with inputs_on_host(): checkpoint(layer, x)`.
+    Parameters and tensors of one dimension stay. For CUDA tensors, the host memory is pinned. Use the context around
+    the call of a checkpoint: `with inputs_on_host(): checkpoint(layer, x)`.
     """
     return saved_tensors_hooks(_pack, lambda saved: saved if isinstance(saved, Tensor) else from_host(saved))
 
@@ -223,7 +226,7 @@ def check_device(device: torch.device | str, option: str) -> None:
 
 
 def _pack(x: Tensor) -> Tensor | Waiting:
-    # Not for numbers, masks and positions: all layers share them, so each layer would copy them again.
+    # Numbers, masks and positions stay, because all layers share them, and each layer would copy them again.
     return to_host(x) if x.is_floating_point() and x.dim() >= 2 and not isinstance(x, torch.nn.Parameter) else x
 
 
