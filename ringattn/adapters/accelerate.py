@@ -52,7 +52,8 @@ class RingParallelismConfig(ParallelismConfig):
         sp_handler: Must not be set.
 
     Raises:
-        UnsupportedError: An option would have no effect. A Trainer that gets it raises what `RingTrainerMixin` refuses.
+        UnsupportedError: An option would have no effect. A Trainer that gets this configuration also raises this error
+            for everything that `RingTrainerMixin` refuses.
 
     Example:
         args = TrainingArguments(..., parallelism_config=RingParallelismConfig(cp_size=8))
@@ -70,12 +71,15 @@ class RingParallelismConfig(ParallelismConfig):
                 raise UnsupportedError(
                     f"{name}={getattr(self, name)} cannot be combined with a ring; set cp_size, and leave it at 1"
                 )
-        # For "torch", accelerate and Trainer would set up torch's context parallel attention.
+        # With the backend "torch", accelerate and Trainer would set up torch's context parallel attention.
         self.cp_backend = "ringattn"
 
     @property
     def non_data_parallel_size(self) -> int:
-        """1. Before 5.19, Trainer divides its count of labels by this size, but `RingTrainerMixin` has done so."""
+        """Always 1. Before transformers 5.19, Trainer divides its label count by this size.
+
+        `RingTrainerMixin` has already divided that count.
+        """
         return 1
 
     def build_device_mesh(self, device_type: str) -> Any:
@@ -94,7 +98,7 @@ class RingParallelismConfig(ParallelismConfig):
         if ranks % self.total_size:
             raise InputError(f"{ranks} ranks are not a multiple of cp_size and the other sizes, {self.total_size}")
         if ranks > self.total_size:
-            # The rest of the ranks are replicas, so that the user need not compute their number.
+            # All other ranks form replicas, so that the user need not compute the number of replicas.
             self._set_size("dp_replicate", self.dp_replicate_size * ranks // self.total_size)
         return super().build_device_mesh(device_type)
 

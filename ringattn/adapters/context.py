@@ -33,15 +33,16 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def sequence_of() -> Sequence | None:
     """Return the sequence that this rank's tokens belong to, or None for local attention.
 
-    This is the sequence of the innermost `Ring.activate`. During recomputation it is the one that the region had in
-    forward. `Ring.attention` checks on all ranks that the tensors have the number of tokens that the rank owns.
+    This is the sequence of the innermost `Ring.activate`. During recomputation, it is the sequence that the
+    checkpointed region had in forward. `Ring.attention` checks on all ranks that the tensors have the number of tokens
+    that the rank owns.
 
     Returns:
         The sequence, or None.
 
     Raises:
-        InputError: Nothing is active and a ring of several ranks is open; or backward recomputes a region whose
-            forward pass was not recorded.
+        InputError: Nothing is active and a ring of several ranks is open; or backward recomputes a checkpointed region
+            whose forward pass was not recorded.
 
     Example:
         out = attend(sequence_of(), q, k, v, causal=True)
@@ -69,7 +70,7 @@ def recompute_context() -> tuple[AbstractContextManager[None], AbstractContextMa
         with ring.activate(seq):
             out = checkpoint(layer, x, use_reentrant=False, context_fn=recompute_context)
     """
-    # Captured now, in forward: in backward this thread may have another activation, or none.
+    # The activation is captured now, in forward. In backward, this thread may have another activation, or none.
     active = activation()
     return nullcontext(), nullcontext() if active is None else Reentered(lambda: entered(active))
 

@@ -48,8 +48,8 @@ def context_parallel(
 ) -> Iterator[Sequence]:
     """Return a context in which `buffers` hold this rank's tokens and SDPA attends over the tokens of all ranks.
 
-    Buffers are sharded in place without a copy of the whole. Afterwards they get their original memory back. A model
-    that uses positions needs global ones: put `torch.arange(length)` among the buffers, or use `seq.positions()`.
+    Buffers are sharded in place without a copy of the whole tensors. Afterwards they get their original memory back. A
+    model that uses positions needs global ones: put `torch.arange(length)` among the buffers, or use `seq.positions()`.
     Checkpointed regions need `context_fn=recompute_context`. Without it, torch raises because the recomputation saves
     other tensors than forward did. `use_reentrant=True` is refused.
 
@@ -120,15 +120,15 @@ def context_parallel_unshard(
         mesh: As in `context_parallel`.
         buffers: This rank's shards.
         seq_dims: The dimension of the tokens, for each buffer.
-        load_balancer: The sequence that `context_parallel` returned. None: the active sequence, or outside the `with`
-            that of the last `context_parallel` on this mesh or ring.
+        load_balancer: The sequence that `context_parallel` yielded. None: the active sequence, or outside the `with`
+            the sequence of the last `context_parallel` on this mesh or ring.
 
     Returns:
         The whole tensors, tokens in order, on every rank.
 
     Raises:
-        InputError: `load_balancer` is not a sequence, nothing was sharded on this mesh yet, or a shard has another
-            length.
+        InputError: `load_balancer` is not a sequence, nothing was sharded on this mesh yet, or the length of a shard is
+            not this rank's number of tokens.
         ValueError: `seq_dims` and `buffers` differ in length.
         RingError: Other errors of `Sequence.gather`.
 

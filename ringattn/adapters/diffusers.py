@@ -32,14 +32,15 @@ __all__ = ["JointSequence", "RingAttnProcessor", "RingFluxAttnProcessor"]
 HOST = Host(
     "diffusers",
     ("0.40", "0.41", "0.42"),
-    # The processors below repeat these, except for the attention itself.
+    # The processors below repeat the code of these functions, except for the attention itself.
     sources={
         "diffusers.models.attention_processor:AttnProcessor2_0.__call__": ("389a5780",),
         "diffusers.models.embeddings:apply_rotary_emb": ("8cc02b3e",),
     },
 )
 HOST.require()
-# Checked when a processor is made, because this module of diffusers imports more of a process than its attention does.
+# This host is checked when a processor is created, because importing diffusers' Flux module loads far more code than
+# importing its attention module.
 FLUX = Host(
     "diffusers",
     HOST.tested,
@@ -51,7 +52,8 @@ FLUX = Host(
 class JointSequence(Sequence):
     """Text and image tokens as one sequence. Every rank has a part of both, text first.
 
-    Activate it for models with joint attention. The ranks' parts of each stream differ by at most one token.
+    Activate it for models with joint attention. The numbers of text tokens on two ranks differ by at most one, and so
+    do the numbers of image tokens.
 
     Example:
         joint = JointSequence(ring, text_tokens=512, image_tokens=4096)
@@ -71,8 +73,8 @@ class JointSequence(Sequence):
         Raises:
             Nothing.
         """
-        # A contiguous layout of two "documents": each stream is cut into equal parts by itself. `documents=None` below
-        # lets the two streams attend to each other all the same.
+        # The layout has text and image as two "documents", so each is cut into equal parts by itself. The sequence has
+        # no documents (the None below), so text and image attend to each other.
         total = text_tokens + image_tokens
         super().__init__(ring, Layout("contiguous", total, ring.world_size, (0, text_tokens, total)), None)
         self.text_tokens, self.image_tokens = text_tokens, image_tokens
@@ -128,13 +130,13 @@ class JointSequence(Sequence):
     def _part(self, x: Tensor, dim: int, start: int, stop: int) -> Tensor:
         if x.shape[dim] != stop - start:
             raise InputError(f"{tuple(x.shape)} must have the {stop - start} tokens of its stream in dimension {dim}")
-        # Positions count over both streams, the rows of `x` over one.
+        # Positions are those in text and image together, but the rows of `x` are either text or image.
         positions = self.positions()
         return x.index_select(dim, positions[(positions >= start) & (positions < stop)].to(x.device) - start)
 
 
 class RingFluxAttnProcessor:
-    """Replaces `FluxAttnProcessor` in `FluxAttention`: joint attention of text and image, not causal.
+    """The replacement of `FluxAttnProcessor` in `FluxAttention`: joint attention of text and image, not causal.
 
     Activate a `JointSequence`, or another sequence that counts a rank's text and image tokens together.
 
@@ -193,7 +195,7 @@ class RingFluxAttnProcessor:
 
 
 class RingAttnProcessor(AttnProcessor2_0):
-    """Replaces `AttnProcessor2_0` in `Attention`: self-attention over the active sequence, and cross attention.
+    """The replacement of `AttnProcessor2_0` in `Attention`: self-attention over the active sequence, cross attention.
 
     Cross attention over a ring needs `cross_attention_kwargs={"kv_seq": ...}` for its text: a Sequence if the text is
     sharded, or "whole" if every rank holds the whole text. Whole text is attended to locally, and the gradient of the
@@ -241,7 +243,7 @@ class RingAttnProcessor(AttnProcessor2_0):
 
 
 def _refused_by_all() -> AbstractContextManager[None]:
-    """Return the context for refusals that come before the processor looks up its sequence."""
+    """Return a context in which a refusal on one rank raises on all ranks of the active sequence, if there is one."""
     seq = active_sequence()
     return nullcontext() if seq is None else seq.ring.refused_by_all()
 

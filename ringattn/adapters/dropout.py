@@ -92,13 +92,14 @@ def refuse_without_seed(what: str, instead: str) -> None:
 
 
 def drawn_seed(ring: Ring) -> int:
-    """Return the seed of the next call with dropout over the active sequence, or in backward the seed of forward.
+    """Return the seed of the next call with dropout over the active sequence. A recomputation gets its forward's seed.
 
-    Raises `InputError` if there is no activation seed, or if the seed of forward cannot be determined.
+    Raises `InputError` if there is no activation seed, or if the seed of the forward call cannot be determined.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise InputError("dropout in a CUDA graph would drop the same weights at each replay; capture without dropout")
-    # On the CPU even for CUDA models: no device synchronisation, and a checkpoint restores this generator by default.
+    # The mark comes from the CPU generator even for CUDA models. This needs no device synchronisation, and a checkpoint
+    # restores the CPU generator by default.
     with unseen():
         mark = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     active = activation()

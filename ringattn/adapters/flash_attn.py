@@ -46,7 +46,7 @@ Function = Callable[..., Tensor | tuple[Tensor, Tensor, None]]
 
 @dataclass(frozen=True)
 class _Options:
-    """The last arguments of every function."""
+    """The arguments that end the signature of every function."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -118,7 +118,7 @@ def _local_cuts(
     """Return the cuts of a rank's queries and of their keys, both starting at 0, and the range (start, stop) of the
     keys.
 
-    Like that package: keys begin with the first query's document, and end with the last query if causal.
+    As in ring-flash-attention, keys begin with the first query's document, and end with the last query if causal.
     """
     count = cuts[-1] // world_size
     start, stop = rank * count, (rank + 1) * count
@@ -307,9 +307,9 @@ llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_fl
 
 
 # --- Models of Hugging Face -------------------------------------------------------------------------------------------
-# Calls go to `adapters.transformers`, which computes or refuses what that package only asserts or has no argument for:
-# windows, softcap, sinks, and positions that are not those of a rank's part. Nothing in transformers is patched, only
-# its two registries of attention and mask functions get new entries.
+# Calls go to `adapters.transformers`. It computes or refuses windows, softcap, sinks, and positions that are not those
+# of a rank's part. ring-flash-attention only asserts these, or has no argument for them. Nothing in transformers is
+# patched: its two registries of attention and mask functions get new entries.
 
 HF_NAME = "flash_attention_2"
 
@@ -327,7 +327,8 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
 
     Args:
         process_group: The ranks that share a sequence: a ProcessGroup, a DeviceMesh, a Ring, or None for all.
-        heads_k_stride: The key heads that the package gathers at once, at least 1. Ignored: the schedule decides.
+        heads_k_stride: The key heads that ring-flash-attention gathers at once, at least 1. It is ignored, because the
+            schedule decides.
 
     Raises:
         InputError: `heads_k_stride` is not an integer of at least 1.
@@ -357,12 +358,12 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any, *, dro
     Args:
         cu_seqlens: Cumulative lengths [0, ..., tokens of all ranks].
         process_group: The group that `substitute_hf_flash_attn` got.
-        dropout_seed: As in `Ring.activate`, for models that train with attention dropout. The package has no such
-            argument.
+        dropout_seed: As in `Ring.activate`, for models that train with attention dropout. ring-flash-attention has no
+            such argument.
 
     Raises:
-        InputError: The tokens do not divide by the ranks, the cuts do not ascend from 0, the group differs, or
-            `dropout_seed` is not a seed.
+        InputError: The tokens do not divide by the ranks, the cuts do not ascend from 0, `process_group` is not the
+            group of `substitute_hf_flash_attn`, or `dropout_seed` is not a seed.
 
     Example:
         update_ring_flash_attn_params(cu_seqlens, group)

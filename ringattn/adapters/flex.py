@@ -267,8 +267,8 @@ def recognise_masks(
 ) -> tuple[FoundMask, ...]:
     """Return the mask of each row of the batch, proven equal to `mask`.
 
-    Raises UnsupportedError if it cannot be a `FoundMask`, if it is not a mask of the whole sequence, or if there are
-    too many pairs to evaluate and `trust` is False.
+    Raises UnsupportedError if no `FoundMask` can express `mask`, if it is not a mask of the whole sequence, or if there
+    are too many pairs to evaluate and `trust` is False.
     """
     if mask is None or length == 0:
         return (FoundMask(False, None, None),) * batch
@@ -326,7 +326,10 @@ def _name(function: object) -> str:
 
 
 def _candidates(pairs: _MaskFunction, batch: int, length: int) -> tuple[FoundMask, ...]:
-    """Return the only mask that each row can be. Neighboring tokens show documents, the longest document the window."""
+    """Return the candidate of each row: the only mask that it can be.
+
+    Pairs of neighboring tokens determine its documents, and the longest document determines its window.
+    """
     rows, positions = torch.arange(batch, device=pairs.device), torch.arange(length, device=pairs.device)
 
     def everywhere(q: Tensor, k: Tensor) -> Tensor:
@@ -347,7 +350,7 @@ def _candidates(pairs: _MaskFunction, batch: int, length: int) -> tuple[FoundMas
 
 
 def _candidate(pairs: _MaskFunction, row: int, positions: Tensor, connected: Tensor) -> FoundMask:
-    """Return the only mask that a row can be. `connected`: whether each token and the next one attend."""
+    """Return the candidate of one row. `connected`: whether each token and the next one attend in any direction."""
     if not connected.any():
         return FoundMask(False, (0, 0) if len(positions) > 1 else None, None)
     cuts = torch.cat([positions[:1], positions[1:][~connected], positions[-1:] + 1])
@@ -363,7 +366,7 @@ def _candidate(pairs: _MaskFunction, row: int, positions: Tensor, connected: Ten
 
 
 def _with_prefix(pairs: _MaskFunction, row: int, positions: Tensor, cuts: Tensor, mask: FoundMask) -> FoundMask:
-    """Return `mask`, or if the first queries of documents show it, a mask that is causal after a prefix."""
+    """Return `mask`, or a mask that is causal after a prefix if the keys of each document's first query show one."""
     # The number of keys that each document's first query attends to: 1 if causal, the whole prefix otherwise.
     lengths = cuts.diff()
     starts = torch.repeat_interleave(cuts[:-1], lengths)
@@ -515,7 +518,7 @@ def recognise_score(
     score_mod: Callable[..., Tensor] | None, masks: tuple[FoundMask, ...], length: int, heads: int,
     device: torch.device, trust: bool = False,
 ) -> FoundScore:  # fmt: skip
-    """Return the softcap and slopes of a score_mod, proven under these masks, one for each row of the batch.
+    """Return the softcap and slopes of a score_mod, proven at all pairs of `masks` (one mask for each batch row).
 
     Raises UnsupportedError for any other score_mod, and if there are too many pairs to evaluate and `trust` is False.
     """
@@ -644,7 +647,7 @@ class _ScoreFunction(PairFunction):
 
 
 def _slopes(mod: _ScoreFunction, masks: tuple[FoundMask, ...], length: int, heads: int) -> Tensor:
-    """Return each head's slope by the bias between neighbors, (heads,) float64, or 0 if no token has a neighbor."""
+    """Return each head's slope, (heads,) float64: minus the bias between neighbors, or 0 if no token attends to one."""
     slopes: Tensor | None = None
     for row, mask in enumerate(masks):
         first, last = mask.ranges(length, mod.device)

@@ -35,8 +35,8 @@ def ring_of(group: Any = None) -> Ring:
         The ring, the same at every call.
 
     Raises:
-        InputError: A mesh of several dimensions has no dimension `cp`; or `group` is None, which is one rank here,
-            while a ring of several ranks is open: each rank would attend to its own shard only.
+        InputError: A mesh of several dimensions has no dimension `cp`; or `group` is None, the default group has only
+            this rank, and a ring of several ranks is open, so that each rank would attend to its own shard only.
         RingError: What `Ring` raises when it is opened.
 
     Example:

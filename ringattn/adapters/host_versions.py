@@ -124,13 +124,13 @@ def source_digest(function: Callable[..., Any]) -> str:
 
 
 def digest_of(path: str) -> str:
-    """Return the digest of the function at "module:Class.name", or `ABSENT`. Raises as `source_digest`."""
+    """Return the digest of the function at "module:Class.name", or `ABSENT`. Raises like `source_digest`."""
     function = _find(path)
     return ABSENT if function is None else source_digest(function)
 
 
 def _find(path: str) -> Any:
-    """Return what is at "module:Class.name", or None."""
+    """Return the object at "module:Class.name", or None if there is none."""
     module, _, names = path.partition(":")
     try:
         value: Any = import_module(module)

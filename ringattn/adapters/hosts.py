@@ -25,7 +25,8 @@ def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:
     """
     if ring.world_size == 1:
         return
-    # Hashes, not tensors, travel: the message stays small for any batch, and ranks may hold other names.
+    # Ranks exchange hashes instead of tensors, so the message stays small for any batch. The names of the entries may
+    # differ between ranks too.
     digests = json.dumps({name: _digest(x) for name, x in batch.items()})
     ranks = [json.loads(text) for text in ring.all_gather_text(digests)]
     names = sorted({name for rank in ranks for name in rank})
@@ -63,7 +64,7 @@ def local_heads(
         _check(name, x, tensors[0], dim)
     mesh, placements = tensors[0].device_mesh, tensors[0].placements  # type: ignore[attr-defined]
     q, k, v = (x.to_local() for x in tensors)  # type: ignore[attr-defined]
-    # `from_local` takes the global shape to be the local one times the ranks. `_check` has refused uneven heads.
+    # `from_local` assumes that all ranks have equal local shapes. `_check` has refused uneven heads.
     return (q, k, v), lambda out: DTensor.from_local(out, mesh, placements)
 
 

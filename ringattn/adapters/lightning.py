@@ -1,7 +1,7 @@
 """Lightning: a mixin that gives a LightningModule its ring, its sampler, its shards and its loss.
 
-For `Trainer(strategy="ddp", use_distributed_sampler=False)` and other strategies that average gradients over all ranks;
-see docs/embedding-lightning.md. A ring has consecutive ranks. The rings are data-parallel replicas.
+Use it with `Trainer(strategy="ddp", use_distributed_sampler=False)` and other strategies that average gradients over
+all ranks; see docs/embedding-lightning.md. A ring has consecutive ranks. The rings are data-parallel replicas.
 
 Guarantees: weights are updated as if each ring were one process with whole batches. Ranks of a ring that get different
 batches raise.
@@ -36,7 +36,10 @@ HOST.require()
 
 
 class _OnException(Callback):
-    """Closes the ring after an exception. Lightning then calls callbacks, but not the module's hooks or teardown."""
+    """A callback that closes the ring after an exception.
+
+    Lightning then calls neither the module's hooks nor its teardown.
+    """
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the ring on every rank with this cause, unless it has ended already."""
@@ -46,7 +49,7 @@ class _OnException(Callback):
 
 
 def _refuse_tensor_parallel(strategy: Any) -> None:
-    """Raise `UnsupportedError` for tensor parallelism: it does not average gradients over neighboring ranks."""
+    """Raise `UnsupportedError` for tensor parallelism, because it does not average gradients over neighboring ranks."""
     mesh = getattr(strategy, "device_mesh", None)
     if mesh is None or "tensor_parallel" not in (mesh.mesh_dim_names or ()):
         return

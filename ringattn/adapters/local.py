@@ -10,10 +10,11 @@ __all__ = ["local_attention"]
 
 
 def local_attention() -> AbstractContextManager[None]:
-    """Make models attend within this process, whatever ring is open or active. `Ring.activate(None)` without a ring.
+    """Return a context in which models attend within this process, whatever ring is open or active.
 
-    For whole inputs: `generate`, evaluation of a text between two steps, or a model after training. Every rank computes
-    the same result. With sharded weights (FSDP) every rank has to make the call.
+    It is like `Ring.activate(None)`, but needs no ring. Use it for whole inputs: `generate`, evaluation of a text
+    between two steps, or a model after training. Every rank computes the same result. With sharded weights (FSDP),
+    every rank has to make the call.
 
     Returns:
         A context manager.

@@ -24,7 +24,7 @@ from ringattn.sequence import Sequence
 # The factor of a rank's loss that makes the reduced gradients those of the mean loss on one process. A rank sums its
 # loss over its own labels. The mean over the whole batch divides this sum by the labels of *all* ranks. A stack that
 # averages gradients (DDP, FSDP) also divides by the number of ranks, which the factor has to undo. A mean of the ranks'
-# means is a different loss, and the log does not show it.
+# means is a different loss, but the logged values look plausible.
 
 __all__ = ["count_labels", "loss_scale", "parity", "sum_documents", "token_log_probs"]
 
@@ -111,10 +111,10 @@ ROWS_AT_A_TIME = 1024
 
 
 def token_log_probs(logits: Tensor, labels: Tensor, seq: Sequence, *, ignore_index: int = -100) -> Tensor:
-    """Return the log-probability of each label under this rank's logits; differentiable. Local.
+    """Return the log-probability of each label under this rank's logits; differentiable. Not a collective call.
 
-    Computed in float32, or float64 for float64 logits. A part of the rows is computed at a time, forward and backward,
-    so no second tensor of the size of the logits is made, except their gradient.
+    The computation is in float32, or in float64 for float64 logits. Forward and backward process a part of the rows at
+    a time, so no second tensor of the size of the logits is made, except their gradient.
 
     Args:
         logits: This rank's logits.
@@ -147,7 +147,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, seq: Sequence, *, ignore_ind
 
 
 class _LabelLogProbs(torch.autograd.Function):
-    """(rows, vocabulary), (rows,) -> (rows,)."""
+    """The log-probabilities of labels: logits (rows, vocabulary) and labels (rows,) to (rows,)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -183,7 +183,7 @@ def sum_documents(values: Tensor, seq: Sequence) -> Tensor:
 
     Args:
         values: One value for each of this rank's tokens, for example `token_log_probs`.
-        seq: The sequence of the tokens. Without documents, the sequence is one.
+        seq: The sequence of the tokens. A sequence without documents is one document.
 
     Shape:
         values: (batch, tokens)
@@ -353,8 +353,8 @@ class _Coarsest(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Keep compiled code compiled, because the step that will run is the one to compare.
 
-        Otherwise torch records in a process-wide flag that such a mode is on. Overlapping modes of two threads leave
-        the flag set, and every later call of compiled code recompiles.
+        Otherwise torch records in a process-wide flag that a dispatch mode is active. Overlapping modes of two threads
+        leave the flag set, and every later call of compiled code recompiles.
         """
         return True
 

@@ -75,7 +75,7 @@ class RingCoreAttention(MegatronModule):
         cp_comm_type: None (the schedule auto), p2p (ring), all_gather, a2a (ulysses) or a2a+p2p
             (ulysses_ring).
         pg_collection: The groups `cp` and `tp`. None: Megatron's own.
-        k_channels: Not read; latent attention (MLA) passes it, but the tensors have the dimensions.
+        k_channels: Not read. Latent attention (MLA) passes it, but the tensors show the dimension.
         v_channels: Not read, like k_channels.
 
     Raises:
@@ -121,7 +121,7 @@ class RingCoreAttention(MegatronModule):
         self.softmax_offset = self._sinks(config.num_attention_heads // self.tp_group.size())
 
     def _sinks(self, heads: int) -> Tensor | None:
-        """Return the sinks of the config's `softmax_type`, (heads,): logits that take weight but add no value."""
+        """Return the sinks of the config's `softmax_type`, (heads,): logits in the softmax that have no value."""
         kind = self.config.softmax_type
         if kind == "vanilla":
             return None
@@ -177,7 +177,7 @@ class RingCoreAttention(MegatronModule):
             RingError: Other errors of `ring_of` and `Ring.attention`.
         """
         mask = attn_mask_type or self.attn_mask_type
-        # Params of other formats only say which group has cut the batch, so `_ring` reads them but nothing below does.
+        # Params of other formats only name the group that has cut the batch. Only `_ring` reads them.
         params = packed_seq_params if packed_seq_params and packed_seq_params.qkv_format == "thd" else None
         packed = params is not None
         ring = self._ring(packed_seq_params)
@@ -205,7 +205,7 @@ class RingCoreAttention(MegatronModule):
         return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _ring(self, params: PackedSeqParams | None) -> Ring:
-        """Return the ring of the batch's group, else of the layer's. A batch for one rank may have no group."""
+        """Return the ring of the batch's group, or of the layer's group. A batch for one rank may have no group."""
         group = None if params is None else params.cp_group
         if params is not None and group is None and params.local_cp_size == 1:
             return lone_sequence(0).ring

@@ -84,14 +84,14 @@ def prepare(model: Any, device_mesh: DeviceMesh | Ring) -> Any:
 
 
 class _BatchSharder:
-    """Shards the batch of one step for NeMo, which calls for a new sharder at each step."""
+    """The sharder of the batch of one step. NeMo requests a new one at each step."""
 
     def __init__(self, mesh: DeviceMesh | Ring, model: nn.Module) -> None:
         self._mesh, self._model = mesh, model
         self._seq: Sequence | None = None
 
     def sharder(self) -> Any:
-        """Return NeMo's `ContextParallelSharder` with the two functions below."""
+        """Return NeMo's `ContextParallelSharder` with the methods `shard_batch` and `indices`."""
         from nemo_automodel.components.distributed.context_parallel import ContextParallelSharder
 
         return ContextParallelSharder(shard_batch=self.shard_batch, local_token_global_indices=self.indices)

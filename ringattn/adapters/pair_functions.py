@@ -36,7 +36,7 @@ Function = Callable[..., Tensor]
 
 
 class ReadError(BaseException):
-    """A function has used an `Unread` argument. Not an Exception, so `except Exception` in the function misses it."""
+    """A function has used an `Unread` argument. It is no Exception, so `except Exception` in the function misses it."""
 
 
 class Unread(Tensor):
@@ -134,7 +134,10 @@ class Tiles(NamedTuple):
         return Tiles(self.starts[chosen], self.last[chosen], self.size)
 
     def pieces(self, heads: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield heads, queries (tiles, queries) and keys (tiles, keys): at most `PIECE_PAIRS` pairs, or one tile."""
+        """Yield the tiles in pieces of at most `PIECE_PAIRS` pairs, or of one tile and one head.
+
+        A piece is its heads, (heads,), queries, (tiles, queries), and keys, (tiles, keys).
+        """
         area = self.size[0] * self.size[1]
         within = [torch.arange(side, device=self.starts.device) for side in self.size]
         for head_group in heads.split(max(1, PIECE_PAIRS // area)):

@@ -48,9 +48,9 @@ TENSORS = tuple(option.name for option in fields(AttentionOptions) if str(option
 FORMS = {
     "bool": "bool {}", "float": "float {}", "float | None": "float? {}", "str": "str {}",
     "Tensor | None": "Tensor? {}", "Tensor | Many[float] | None": "Tensor? {}",
-    # (left, right), -1 for unbounded, or twice None.
+    # The two sides of the window, where -1 is unbounded, or None for both.
     "Window": "SymInt? {}_left, SymInt? {}_right",
-    # The text of the mask; empty: no mask.
+    # The text of the mask. An empty text means no mask.
     "AttentionMask | None": "str {}",
     # A seed has 64 bits and no sign, but an int of a schema is signed. So a seed is passed as upper * HALF + lower.
     "int | None": "SymInt? {}_upper, SymInt? {}_lower",
@@ -65,7 +65,7 @@ SCHEMA = (
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A call that ran forward. Its ring keeps it alive; it refers to the ring weakly."""
+    """A call that ran forward. The ring keeps this object alive, but the object refers to the ring weakly."""
 
     ticket: int
     ring: ref[Ring]

@@ -75,7 +75,10 @@ class RingAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """`window_size`: tokens left and right of the query, as in torchtitan's varlen attention; -1: unbounded."""
+        """The config of `RingAttention`.
+
+        `window_size`: tokens left and right of the query, as in torchtitan's varlen attention; -1: unbounded.
+        """
 
         window_size: tuple[int, int] = (-1, 0)
 

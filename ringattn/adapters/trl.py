@@ -94,10 +94,11 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
                     f"{type(host.model).__name__} takes no num_items_in_batch, so the labels of all ranks are not "
                     "counted; train another model"
                 )
-            # In evaluation, Trainer passes no count. Divided by the ranks, because the losses of ranks are averaged
-            # later.
+            # In evaluation, Trainer passes no count. The count is divided by the ranks, because the losses of ranks are
+            # averaged later.
             num_items_in_batch = self._summed((inputs["shift_labels"] != -100).sum()) / self.ring.world_size
-        # Also among the inputs: a fused head computes the loss inside the model, and it has to be this rank's part.
+        # The count is among the inputs too, because a fused head computes the loss inside the model, and that loss has
+        # to be this rank's part.
         inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         with self._counting(host.accelerator.gather if training else self._summed):
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -117,7 +117,7 @@ _NO_TABLE = (
 
 
 class _NoTableError(UnsupportedError, AttributeError):
-    """Also an AttributeError, because `hasattr` expects one."""
+    """The model has used the mask as a table. This is also an AttributeError, because `hasattr` expects one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class MaskSpec:
     arguments: Mapping[str, Any]
     _rows: dict[Sequence, Rows] = field(default_factory=dict, repr=False)
 
-    # A model that indexes, combines or compares the mask wants a table. Every such operator raises with the reason.
+    # A model that indexes, combines or compares the mask needs a table. Every such operator raises with the reason.
     def _refuse_table(self, *_: object) -> Any:
         raise _NoTableError(_NO_TABLE)
 
@@ -238,7 +238,11 @@ def mask_spec(
     config: Any = None,
     **others: Any,
 ) -> MaskSpec | Tensor | None:
-    """Mask function for transformers' `AttentionMaskInterface`. It refuses nothing, because attention may be local."""
+    """Return the `MaskSpec` of a mask, or a table for local attention with a static cache.
+
+    This is the mask function for transformers' `AttentionMaskInterface`. It refuses nothing, because attention may be
+    local.
+    """
     known, names = _known_functions(), _names(mask_function)
     meanings = {known[name] for name in names if name in known}
     # transformers passes the size of windows and chunks apart from the functions. A causal window includes the query.
@@ -259,8 +263,9 @@ def mask_spec(
         "causal" in meanings, window, chunk, attention_mask, tuple(sorted(names - set(known))), queries, kv_length,
         isinstance(offset, Tensor) or offset != 0, config, arguments,
     )  # fmt: skip
-    # A static cache has room for more keys than those so far, or its offset in a tensor. From 5.24 on, `generate` makes
-    # the mask of such a cache before it calls the model, which reads its dimensions: only a table has these.
+    # A static cache has room for more keys than the tokens so far, or its offset is a tensor. From 5.24 on, `generate`
+    # makes the mask of such a cache before it calls the model. The model reads the dimensions of the mask, which only a
+    # table has.
     has_room = isinstance(offset, Tensor) or queries + offset != kv_length
     return spec.local(may_be_none=False) if has_room and active_sequence() is None else spec
 
@@ -317,7 +322,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers' `AttentionInterface`, over the active sequence or local.
+    """Compute attention over the active sequence, or locally: the function for transformers' `AttentionInterface`.
 
     Args:
         module: The attention module of the model.
@@ -504,12 +509,12 @@ def refuse_inputs(
     spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any],
     call: ModelCall | None,
 ) -> None:  # fmt: skip
-    """Check everything that may be wrong on one rank only, once for each mask. If it is, all ranks raise.
+    """Check everything that may be wrong on one rank only, once for each mask. If a check fails, all ranks raise.
 
     `call`: the forward pass of a prepared model, or None.
     """
     refusal = None
-    # Every rank must reach the exchange at the end, whatever it refuses: the others wait there.
+    # A rank that refuses its inputs must still reach the exchange at the end, because the other ranks wait there.
     try:
         refuse_layers(getattr(module, "config", None))
         if not takes_positions(type(module).__mro__):

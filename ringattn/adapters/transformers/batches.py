@@ -67,9 +67,9 @@ def shard_batch(
 
     Raises:
         DisagreementError: The batches of the ranks differ; every rank raises.
-        InputError: An input is unknown or not (rows, tokens); positions do not count rows, documents or real tokens,
-            and are not those of the model; there are fewer tokens than ranks; a document begins with a label; or a
-            label is predicted from a padded position. Every rank raises.
+        InputError: An input is unknown or not (rows, tokens); positions are not those of the model, and do not count
+            the tokens of each row, the tokens of each document, or the real tokens; there are fewer tokens than ranks;
+            a document begins with a label; or a label is predicted from a padded position. Every rank raises.
         UnsupportedError: The positions that `model` would compute cannot be determined; every rank raises.
 
     Example:
@@ -88,7 +88,8 @@ def shard_batch(
     _check_shapes(batch, tokens)
     with_images = image_positions(model, batch)
     position_ids = batch.get("position_ids")
-    # First without position_ids: whether those define documents depends on what the model computes itself.
+    # The documents are first determined without position_ids. Whether position_ids define documents depends on the
+    # positions that the model computes itself.
     cuts = _documents({name: x for name, x in batch.items() if name != "position_ids"})
     computed = _computed_positions(model, batch, cuts)
     # The model's own positions may restart for reasons other than documents, so they do not define documents.
@@ -329,7 +330,7 @@ def _whole_outputs(seq: Sequence, out: Any) -> Any:
     """Return a model's outputs of the whole batch, given those of this rank's tokens."""
     kind: Any = type(out)
     outputs = _whole_class(kind)(**out)
-    # Replaced after the construction, whose checks read the first field, and would gather it.
+    # The fields are replaced after construction, because the constructor reads the first field and would gather it.
     for name, x in out.items():
         outputs[name] = _whole_output(name, seq, x)
     if "logits" in getattr(type(out), "__dataclass_fields__", {}) and "logits" not in out:

@@ -133,7 +133,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if torch._C._current_graph_task_id() != -1:
         return
     seq = active_sequence()
-    # `kwargs` again, because a forward that ends in **kwargs binds the others into one dict.
+    # `kwargs` is merged in again, because `bind_partial` puts arguments for a **kwargs parameter into a nested dict.
     arguments = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
     if seq is None or seq.ring.world_size == 1:
         _check_cache(arguments.get("past_key_values"))
@@ -141,7 +141,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _check_inputs(model, seq, arguments)
     if seq is None:
         return
-    # On one rank too: attention compares positions there as well, and would refuse those that only this model counts.
+    # Positions are also checked here on one rank. Otherwise attention would compare them with those of the sequence,
+    # and refuse a model that counts its positions in another way.
     is_checkable = arguments.get("position_ids") is not None and not _decodes(arguments) and computes_positions(model)
     has_checked_positions = is_checkable and _has_own_positions(model, seq, arguments)
     if has_checked_positions or seq.ring.world_size > 1:

@@ -137,9 +137,10 @@ def _is_strict_subclass(member: Any, kind: type) -> bool:
 
 @cache
 def takes_positions(kinds: tuple[type, ...]) -> bool:
-    """Return whether a model in the file of an attention module, of these classes, takes `position_ids`.
+    """Return whether a model in the same file as an attention module takes `position_ids`.
 
-    The keywords of attention do not show this: a model may pass on position_ids that it does not use itself.
+    `kinds`: the class of the attention module and its bases. The keyword arguments of the attention function do not
+    show this, because a model may pass on position_ids that it does not use itself.
     """
     from transformers import PreTrainedModel
 
@@ -151,7 +152,7 @@ def takes_positions(kinds: tuple[type, ...]) -> bool:
 def may_compute_positions(kinds: tuple[type, ...]) -> bool:
     """Return whether code in the file of an attention module computes positions from tokens or masks.
 
-    For cases in which the model itself cannot be probed.
+    Use it if the model itself cannot be probed.
     """
     members = _module_members(kinds)
     names = {getattr(member, "__name__", "") for member in members}

@@ -150,7 +150,7 @@ class LaterLogits:
         self.hidden, self.functions = hidden, functions
 
     def followed(self, function: Callable[[Tensor], Tensor]) -> LaterLogits:
-        """Return the placeholder after one more elementwise function."""
+        """Return a placeholder for the logits after one more elementwise function."""
         return LaterLogits(self.hidden, (*self.functions, function))
 
     def __mul__(self, factor: Any) -> LaterLogits:
@@ -164,7 +164,7 @@ class LaterLogits:
         return self.followed(lambda x: x / divisor)
 
     def float(self) -> LaterLogits:
-        """Return the logits as the loss expects them, in float32 or wider."""
+        """Return a placeholder for the logits in float32 or wider, as the loss expects them."""
         return self.followed(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
 
     @classmethod
@@ -266,10 +266,10 @@ class ChunkedLoss:
         self, logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100, shift_labels: Tensor | None = None, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """Replace transformers' loss function. `logits` is the placeholder from the head."""
+        """Compute the loss in place of transformers' loss function. `logits` is the placeholder from the head."""
         if not isinstance(logits, LaterLogits):
             raise _refused("a loss outside the model's call")
-        # As transformers shifts: the last token of a row gets no label. Over a ring, `shift_labels` is always given.
+        # Shift like transformers: the last token of a row gets no label. Over a ring, `shift_labels` is always given.
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         # Nothing was computed yet: the head runs below, on one chunk of hidden states at a time.

@@ -40,7 +40,7 @@ _COMPUTING = (F.linear, F.layer_norm, F.dropout, F.conv1d, torch.matmul)
 
 
 class _Counting(NamedTuple):
-    """How a model looks up positions that are not 0, 1, ...."""
+    """The look-up of positions in a model whose positions are not 0, 1, ...."""
 
     lookup: int
     """The index of the look-up from the end, -1 for the last, because a call with inputs_embeds looks up no tokens."""
@@ -228,7 +228,7 @@ class _Copies:
 
 
 class _Layer(nn.Module):
-    """Stands for a member of an `nn.ModuleList`. It has the attributes of a copy, but a call ends the probe."""
+    """A stand-in for a member of an `nn.ModuleList`. It has the attributes of a copy, but a call ends the probe."""
 
     def __init__(self, copies: _Copies, layer: nn.Module) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def image_positions(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _is_known(module: Any) -> bool:
-    """Return whether a module takes precomputed features and computes positions, like `KNOWN` models of 5.23."""
+    """Return whether a module takes image features and computes positions, like `KNOWN` models of transformers 5.23."""
     if getattr(getattr(module, "config", None), "model_type", "") not in KNOWN:
         return False
     if not hasattr(module, "get_rope_index") or not hasattr(module, "get_placeholder_mask"):

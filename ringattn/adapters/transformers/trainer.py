@@ -250,7 +250,7 @@ class RingTrainerMixin:
             The loader, as accelerate prepared it.
 
         Raises:
-            UnsupportedError: As `get_eval_dataloader`.
+            UnsupportedError: See `get_eval_dataloader`.
         """
         refuse_data(test_dataset, self, evaluated_by=self._rings()[0])
         return share_evaluation(super().get_test_dataloader(test_dataset), *self._rings())  # type: ignore[misc]
@@ -392,7 +392,7 @@ class RingTrainerMixin:
         rows = rows.unflatten(0, (rings, self.ring.world_size, -1))[:, 0].flatten(0, 1)
         if not has_length(loader.dataset):
             return rows
-        # The last turn may contain repeated batches: only `rest` texts of it are new.
+        # The last group may contain repeated batches. Only its first `rest` texts are new.
         texts, size = len(loader.dataset), host.args.eval_batch_size
         if host.args.dataloader_drop_last:
             texts -= texts % size
@@ -454,9 +454,9 @@ _TRL = {
 
 
 class ShardLoss:
-    """Wraps a loss for a rank's logits and shifted labels, divided by the number of labels on all ranks.
+    """A loss for a rank's logits and shifted labels, divided by the number of labels on all ranks.
 
-    For whole outputs, the loss is called unchanged.
+    It wraps another loss, which is called unchanged for whole outputs.
     """
 
     def __init__(self, loss: Any) -> None:
@@ -465,7 +465,7 @@ class ShardLoss:
     def __call__(self, outputs: Any, labels: Any, shift_labels: bool = False, num_items_in_batch: Any = None) -> Any:
         if isinstance(outputs, WholeOutput):
             return self.loss(outputs, labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch)
-        # Trainer asks to shift causal labels. Those of a shard are shifted already, so the request is dropped below.
+        # Trainer sets shift_labels for causal models. Labels of a shard are shifted already, so the flag is dropped.
         if num_items_in_batch is None:
             raise UnsupportedError(
                 "num_items_in_batch is missing: a rank needs the number of all labels for its part of the mean; pass it"
@@ -602,9 +602,10 @@ def refuse_loaders(host: Any) -> None:
 
 
 class RoundRobin(BatchSampler):
-    """Distributes batches over rings in turn, equally many to each.
+    """A sampler of batches that yields one ring's share: batch `ring_index` of each group of `rings` batches.
 
-    If the last turn is incomplete, the remaining rings repeat the last batch.
+    Each ring gets the same number. If there are too few batches for the last group, the remaining rings repeat the last
+    batch.
     """
 
     def __init__(self, batches: Any, rings: int, ring_index: int) -> None:
@@ -636,7 +637,7 @@ def shards_of(loader: Any) -> list[Any]:
 
 def share_training(loader: Any, rings: int, ring_index: int) -> Any:
     """Set up a loader for training to distribute batches over `rings`, and return it."""
-    # accelerate divides data by these two numbers: a ring takes the place of a process.
+    # accelerate divides data among processes by these two numbers. With the numbers of rings, it divides among rings.
     for shard in shards_of(loader):
         shard.num_processes, shard.process_index = rings, ring_index
         if rings == 1:  # keep the small last batch of an epoch, like one process
@@ -647,15 +648,15 @@ def share_training(loader: Any, rings: int, ring_index: int) -> Any:
 
 
 def share_evaluation(loader: Any, rings: int, ring_index: int) -> Any:
-    """Set up a loader for evaluation, and return it. Texts are read once, or twice at the end of the last turn.
+    """Set up a loader for evaluation, and return it. The rings read each text once.
 
-    A stream can only be read by one ring.
+    At the end, some rings may repeat the last batch (see `RoundRobin`). A stream can only be read by one ring.
     """
-    # accelerate no longer divides anything; `RoundRobin` does, and repeats at most one batch where accelerate would
-    # start again from the first texts.
+    # `RoundRobin` divides the batches instead of accelerate. It repeats the last batch to fill up the last group, while
+    # accelerate would start again from the first texts.
     for shard in shards_of(loader):
         shard.num_processes, shard.process_index = 1, 0
-        # By one text at a time, a stream is not filled up to whole batches with texts that were read before.
+        # With batches of one text, accelerate does not fill up the end of a stream with texts that were read before.
         if is_stream(shard):
             shard.batch_size = 1
         elif not isinstance(shard.batch_sampler, RoundRobin):  # a loader with persistent workers is reused
@@ -664,7 +665,7 @@ def share_evaluation(loader: Any, rings: int, ring_index: int) -> Any:
 
 
 def last_turn(loader: Any, rings: int) -> int:
-    """Return the number of rings with a new batch in the last turn of an evaluation."""
+    """Return the number of rings that get a new batch in the last group of batches of an evaluation."""
     samplers = [shard.batch_sampler for shard in shards_of(loader) if not is_stream(shard)]
     return (len(samplers[0].batches) - 1) % rings + 1 if samplers else rings
 
