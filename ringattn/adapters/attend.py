@@ -101,7 +101,7 @@ def _attend_locally(
 def lone_sequence(length: int, cu_seqlens: tuple[int, ...] | None = None) -> Sequence:
     """Return a sequence of `length` tokens, with these documents, on this thread's ring of one rank.
 
-    The ring is per thread because a ring is used by one thread at a time. It stays open.
+    There is one ring per thread, because only one thread at a time may use a ring. The ring stays open.
     """
     if not hasattr(_thread_local, "ring"):
         _thread_local.ring = Ring(transport=LocalWorld(1).transport(0))

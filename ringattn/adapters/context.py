@@ -94,7 +94,8 @@ class Reentered(AbstractContextManager[None]):
 def attends_locally(module: _Module) -> _Module:
     """Run every later call of `module` inside `Ring.activate(None)`. Idempotent.
 
-    For towers (vision, audio), because every rank holds their whole input. Copies of the module keep the setting.
+    Use it for towers (vision, audio), because every rank holds their whole input. Copies of the module keep this
+    setting.
 
     Args:
         module: The module. It is changed in place.

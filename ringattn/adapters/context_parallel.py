@@ -1,8 +1,8 @@
 """A ring behind the interface of `torch.distributed.tensor.experimental.context_parallel`.
 
-Guarantees: same arguments and same use, for any length, and with documents. Nothing in torch is replaced: SDPA is
-redirected for calls of one thread inside the `with`. Functions that would still attend locally raise. Positions made
-with `torch.arange` of the local length raise too, unless the caller has provided positions.
+Guarantees: arguments and use are those of torch's function, for any length, and also with documents. Nothing in torch
+is replaced: SDPA is redirected for calls of one thread inside the `with`. Functions that would still attend locally
+raise. Positions made with `torch.arange` of the local length raise too, unless the caller has provided positions.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def context_parallel(
     check_dropout_seed(dropout_seed)
     ring = ring_of(mesh)
     seq = ring.sequence(buffers[0].shape[dims[0]], cu_seqlens=cu_seqlens)
-    # For `context_parallel_unshard` after the `with`, like torch's function, which needs no sequence either.
+    # Remember the sequence for `context_parallel_unshard` after the `with`. torch's function needs no sequence either.
     _last[ring] = seq.layout, seq.documents
     # All shards are made before any buffer changes, so a failure leaves every buffer whole.
     with torch.no_grad():
         shards = [seq.shard(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
         wholes = [None if id(buffer) in kept_ids else buffer.detach() for buffer in buffers]
-        # In place, as torch does it: the model holds the same tensor objects and must find the shards in them.
+        # Buffers change in place, as in torch, because the model holds the same tensors and must see the shards.
         for buffer, shard in zip(buffers, shards, strict=True):
             _set_memory(buffer, shard)
     try:
@@ -206,7 +206,7 @@ class _Redirected(TorchFunctionMode):
 
 
 class _LocalRanges:
-    """Detects `torch.arange` calls that number this rank's tokens from 0, as models do that compute positions.
+    """A detector of `torch.arange` calls that number this rank's tokens from 0, as in models that compute positions.
 
     Other ways to compute local positions go undetected: a slice of a table, or a cumulative sum of ones.
     """
@@ -216,7 +216,7 @@ class _LocalRanges:
         self.tokens = seq.counts[seq.ring.rank]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `InputError` for a range over all local tokens, unless the caller has provided positions."""
+        """Raise `InputError` if a call makes a range over all local tokens and the caller has provided no positions."""
         limits = dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False)) | kwargs
         is_local = limits.get("start", 0) == 0 and limits.get("step", 1) == 1 and limits.get("end") == self.tokens
         if not is_local or self.tokens < 2:  # a range of one number is too common to mean positions

@@ -198,8 +198,8 @@ class RingAttnProcessor(AttnProcessor2_0):
     """The replacement of `AttnProcessor2_0` in `Attention`: self-attention over the active sequence, cross attention.
 
     Cross attention over a ring needs `cross_attention_kwargs={"kv_seq": ...}` for its text: a Sequence if the text is
-    sharded, or "whole" if every rank holds the whole text. Whole text is attended to locally, and the gradient of the
-    text on a rank is then a part of the total.
+    sharded, or "whole" if every rank holds the whole text. Attention to a whole text is local, and the gradient of the
+    text on a rank is then this rank's part of the total gradient.
 
     Example:
         attention.set_processor(RingAttnProcessor())
@@ -214,7 +214,7 @@ class RingAttnProcessor(AttnProcessor2_0):
         temb: Tensor | None = None,
         kv_seq: Sequence | Literal["whole"] | None = None,
     ) -> Tensor:
-        """Return (batch, tokens, dim) for this rank's tokens.
+        """Compute attention of this rank's tokens, (batch, tokens, dim).
 
         Raises `InputError` for masks over a ring and for norms over tokens.
         """

@@ -55,7 +55,7 @@ def seed_from(*numbers: int) -> int:
 
 
 class _Draws:
-    """The draws of one ring: how many calls each activation seed had, and the seed of each call by its mark."""
+    """The seeds drawn for one ring: the number of calls per activation seed, and the seed of each call by its mark."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
@@ -63,7 +63,7 @@ class _Draws:
         """None marks an ambiguous entry: two calls drew the same mark."""
 
     def draw(self, dropout_seed: int, mark: int) -> int:
-        """Return the seed of the next call of this activation seed, and record it under `mark`."""
+        """Return the seed of the next call in activations with this `dropout_seed`, and record it under `mark`."""
         # The count continues if the same seed is activated again, so a user who passes one seed gets no repeated mask.
         count = self.counts.pop(dropout_seed, 0)
         self.counts[dropout_seed] = count + 1  # reinserted at the end, so the oldest entry is evicted first

@@ -408,7 +408,7 @@ def _forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
     scaling: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention function for transformers; see `adapters.transformers.attention_forward`."""
+    """Compute attention for transformers; see `adapters.transformers.attention_forward`."""
     arguments = (module, query, key, value, attention_mask, dropout, scaling)
     if torch._C._current_graph_task_id() != -1:  # recomputation in backward, over the sequence of the forward pass
         return adapter.attention_forward(*arguments, **kwargs)

@@ -243,7 +243,7 @@ class FoundMask:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether documents change the mask. They do not if every token attends to itself only."""
+        """Documents change the mask, unless every token attends to itself only."""
         return self.window != (0, 0)
 
     def ranges(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -481,7 +481,7 @@ def _check_mask(
 
 
 def _description(mask: FoundMask) -> str:
-    """Describe a mask for a message."""
+    """Return a description of a mask for a message."""
     cuts = mask.documents
     documents = (
         ""
@@ -607,7 +607,7 @@ def _drawn_scores(size: tuple[int, int], device: torch.device) -> Tensor:
 
 
 def _softcap(score_mod: Callable[..., Tensor], index: Tensor) -> float | None:
-    """Return the softcap of a score_mod where row, head, query and key are `index`. None: it returns the score."""
+    """Return the softcap of a score_mod if row, head, query and key are `index`, or None if it returns the score."""
 
     def modified(scores: Tensor) -> Tensor:
         return torch.vmap(lambda score: score_mod(score, index, index, index, index))(scores.to(index.device))

@@ -39,7 +39,7 @@ def check_alike(ring: Ring, batch: Mapping[str, Any], advice: str) -> None:
 def _digest(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
-    # As bytes, because numpy has no bfloat16, and because NaNs of equal bits must compare equal.
+    # The bytes are hashed, because numpy has no bfloat16, and because NaNs of equal bits must compare equal.
     raw = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{x.dtype} {tuple(x.shape)} {sha256(raw).hexdigest()[:16]}"
 

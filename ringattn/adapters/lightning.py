@@ -62,9 +62,9 @@ def _refuse_tensor_parallel(strategy: Any) -> None:
 
 
 class RingMixin:
-    """Mixin before LightningModule. `ring` is open from setup to teardown.
+    """A mixin that precedes LightningModule among the base classes. `ring` is open from setup to teardown.
 
-    If an exception ends the trainer, the ring ends on every rank with this cause, by a callback that `setup` adds.
+    If an exception ends the trainer, a callback that `setup` adds ends the ring on every rank with this cause.
 
     Example:
         class Model(RingMixin, LightningModule):

@@ -52,7 +52,8 @@ def count_labels(
         RingError: What `Ring.all_reduce` raises.
     """
     parts = [labels] if isinstance(labels, Tensor) else list(labels)
-    # On the device until the end: `int` synchronizes with the host, and does so once for all micro batches.
+    # The counts stay on the device until the end, because `int` synchronizes with the host. So there is one
+    # synchronization for all micro batches.
     valid = torch.zeros(1, dtype=torch.int64, device=ring.device)
     for part in parts:
         valid += (part != ignore_index).sum().to(valid.device)
@@ -227,7 +228,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 # --- Comparison with one process --------------------------------------------------------------------------------------
-# Checks that a training step on shards has the loss and the gradients of the step on one process. Most mistakes in
+# `parity` checks that a training step on shards has the loss and gradients of the step on one process. Most mistakes in
 # sharded training leave a loss that looks right: local positions change it in the sixth digit and the gradients by 0.3
 # percent. So the same step runs twice on float64 copies of the model, over a ring of one rank and over the given ring.
 # Every parameter's gradient is then compared, relative to its norm.
@@ -331,7 +332,7 @@ def parity(
     facts[ring.rank, 0] = max(eps, sharded_eps)
     facts[ring.rank, 1] = math.hypot(*(norm for _, grad in pairs.values() if math.isfinite(norm := float(grad.norm()))))
     ring.all_reduce([facts, sharded_loss, *(grad for _, grad in pairs.values())])
-    # What DDP or FSDP would do to the gradients, in place. The loss and the bound of rounding scale with them.
+    # Average the gradients in place, as DDP or FSDP would. The loss and the bound of rounding scale in the same way.
     if gradients == "mean":
         for value in (facts[:, 1], sharded_loss, *(grad for _, grad in pairs.values())):
             value /= ring.world_size
@@ -343,7 +344,10 @@ def parity(
 
 
 class _Coarsest(TorchDispatchMode):
-    """Collects the eps of the coarsest floating-point dtype among the operator results that compiled code shows."""
+    """A mode that records the largest eps of the floating-point dtypes of operator results.
+
+    Compiled code may not dispatch all of its operators, and then the mode does not see their results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +408,7 @@ def _compared(
         advice = f"usual causes: {CAUSES}"
         if wrong and len(wrong) < len(judged):
             advice = f"the gradients of {_listed(wrong)} differ, of {len(judged)} parameters; {advice}"
-        # One factor for all gradients is a wrong scale of the loss, not a wrong computation.
+        # If one factor explains all gradients, the scale of the loss is wrong, and the computation is right.
         if _share(sharded - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
             advice = f"everything is {ratio:.4g} times what it should be; scale the loss by loss_scale"
             if abs(ratio * ranks - 1) <= tolerance:

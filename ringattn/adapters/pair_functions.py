@@ -166,7 +166,7 @@ def tiles_of(blocks: Tensor, size: tuple[int, int], length: int) -> Tiles:
 
 
 def checked_tiles(tiles: dict[Any, Tiles], heads: int, trust: bool, subject: str) -> dict[Any, Tiles]:
-    """Return `tiles`, or a sample if there are too many and `trust` is True. Raises UnsupportedError without `trust`.
+    """Return `tiles`, or a sample if there are too many pairs. Raises UnsupportedError then if `trust` is False.
 
     Args:
         tiles: The tiles to evaluate, for each row or mask.
@@ -226,7 +226,7 @@ _OF_DISTANCE = ("sub", "rsub", "eq", "ne", "ge", "gt", "le", "lt")
 def record(function: Function, device: torch.device, is_score: bool, *more: object) -> Recording | None:
     """Run a mask_mod or score_mod and return its recording, or None if a recording does not determine the function.
 
-    `more`: numbers and tensors to record with it.
+    `more`: numbers and tensors to record together with the function.
     """
     arguments = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
     if is_score:
@@ -277,7 +277,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def number(self, x: Any) -> str:
-        """Number a tensor of a result, and return its dtype as text. Other values are returned as text."""
+        """Assign the next number to a tensor of a result, and return its dtype as text. Other values become text."""
         if not isinstance(x, Tensor):
             return repr(x)
         self.numbers[id(x)] = len(self.tensors_made)

@@ -257,7 +257,7 @@ def attention_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and sinks, the last one empty without sinks. Raises what backward raises."""
+    """Return the gradients of q, k, v and sinks, the last one empty without sinks. Raises like `Ring.attention`."""
     key_and_number, signed, _ = ticket.tolist()
     key, number = divmod(key_and_number, TICKET)
     kept = _kept.get(key)

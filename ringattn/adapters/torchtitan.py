@@ -220,7 +220,7 @@ def _is_declared(x: Tensor) -> TypeGuard[DTensor]:
 def _check_has_sequence(q: Tensor, cp_ranks: int) -> None:
     """Raise `InputError` if q is a shard and no sequence is active.
 
-    `sequence_of` cannot detect this case: it refuses only while a ring is open, and here none may be open yet.
+    `sequence_of` cannot detect this case, because it raises only while a ring is open, and no ring may be open yet.
     """
     # Under `spmd_types` q is a plain tensor, and only `parallelize` has seen the size of `cp`.
     ranks = q.device_mesh.size() if _is_declared(q) else cp_ranks
@@ -291,7 +291,7 @@ class RingTrainerMixin:
         return inputs, labels, extra
 
     def close(self) -> None:
-        """Close the rings, then the Trainer. The order matters, because torchtitan destroys process groups afterwards.
+        """Close the rings, then the Trainer, because torchtitan destroys the process groups afterwards.
 
         Raises:
             RingError: What `Ring.close` raises.
@@ -325,7 +325,7 @@ def prepare_context_parallel_input(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return this rank's tokens of a batch. A collective call, on the host.
 
-    A document begins at each position 0.
+    A document begins wherever a position is 0.
 
     Args:
         inputs: Tokens of the whole batch.

@@ -83,7 +83,7 @@ class Alone(Layer):
 
 
 class Dilation(Layer):
-    """Stores the branches and options of `Ring.dilated_attention`; see there for their meaning."""
+    """The stored branches and options of a layer; see `Ring.dilated_attention` for their meaning."""
 
     @takes_options(REFUSED)
     def __init__(

@@ -131,8 +131,8 @@ class _Spec(NamedTuple):
 
     def buffers(self) -> tuple[Tensor, ...]:
         """Return the memory of `into` as (batch, tokens, kv_heads, head_dim) tensors."""
-        # Not as views: views share a version counter with the whole message, so autograd would report later writes to
-        # other parts of the message as in-place changes.
+        # These tensors are no views. Views share a version counter with the whole message, so autograd would report
+        # later writes to other parts of the message as in-place changes.
         views = [view.transpose(0, 1) for view in self.into or ()]
         return tuple(
             view.new_empty(0).set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
@@ -213,7 +213,7 @@ def _turned(heads: Tensor, norm: Tensor | None, eps: float, turn: Rotation | Non
 
 
 class _Put(torch.autograd.Function):
-    """Copies heads into a buffer and returns the buffer."""
+    """A copy of heads into a buffer. The result is the buffer."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, buffer: Tensor) -> Tensor:

@@ -81,7 +81,10 @@ class Rope(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotary angles, times any factors, each (tokens, head_dim / 2), and their style."""
+    """Cosines and sines of the rotary angles, times the factors of XPos if any, and the style of the rotation.
+
+    Each is (tokens, head_dim / 2).
+    """
 
     cos: Tensor
     sin: Tensor

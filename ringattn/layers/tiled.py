@@ -86,7 +86,7 @@ class _Call:
         self.versions = [weight._version for weight in weights]
         self.kept: Any = None
         kind = x.device.type
-        # No cache: it would return casts made under no_grad, which have no gradient.
+        # The cache of autocast is off, because it would return casts made under no_grad, which have no gradient.
         self.autocast = partial(
             torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
@@ -118,7 +118,7 @@ class _Call:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the rows for the backward of `_Tiled`."""
+    """An identity function that saves the rows for the backward of `_Tiled`."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, rows: Tensor, *weights: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class _Tiled(torch.autograd.Function):
                     drows[tile] = 0 if grads[0] is None else grads[0]
                     grads = grads[1:]
                 del out, part
-                # Added tile by tile: gradients of all tiles at once would take the memory that tiling saves.
+                # Gradients are added tile by tile. Those of all tiles at once would take the memory that tiling saves.
                 sums = [_added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
         pairs = zip(sums, call.weights, strict=True)
         return None, drows, *(None if total is None else total.to(weight.dtype) for total, weight in pairs)

@@ -67,7 +67,8 @@ def prepare(
 
     Args:
         model: A PreTrainedModel of transformers, or a PeftModel around one. It is changed in place.
-        tiled_mlp: Tokens that a feed-forward computes at a time, and recomputes in backward. None: all, kept.
+        tiled_mlp: The number of tokens that a feed-forward computes at a time, and recomputes in backward. None: all
+            tokens at once, without recomputation.
         chunked_loss: With labels, the number of tokens whose logits exist at a time; no logits are returned. None: all.
         offload_checkpoints: Checkpoint the layers and keep their inputs in host memory.
 
@@ -78,7 +79,8 @@ def prepare(
         InputError: A number is below 1, or differs from the one that the model was prepared with.
         UnsupportedError: The model's attention cannot be set or adds ALiBi itself, the model has a text encoder with a
             separate configuration, or its PEFT adapters do not work on one token at a time. With `tiled_mlp`: its
-            feed-forwards are experts. With `chunked_loss`: its loss is not transformers' causal one. Or as `register`.
+            feed-forwards are experts. With `chunked_loss`: its loss is not transformers' loss of causal models. See
+            also `register`.
 
     Example:
         model = prepare(AutoModelForCausalLM.from_pretrained(name))
@@ -100,7 +102,7 @@ def prepare(
             f"the attention of {type(model).__name__} cannot be set to {NAME!r}; only models whose attention uses "
             "transformers' AttentionInterface can attend through a ring"
         )
-    # First, because the functions below tell text from towers by these marks.
+    # The parts are marked first, because the functions below distinguish text from towers by these marks.
     mark_parts(model, text)
     refuse_text_towers(model)
     accept_liger_loss(model)
@@ -109,6 +111,6 @@ def prepare(
         watch_rotary(model)
         watch_images(model)
         prepared_models.add(model)
-    # Last, because it wraps the forward and the loss that `watch` has set.
+    # This comes last, because it wraps the forward and the loss that `watch` has set.
     save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints)
     return whole

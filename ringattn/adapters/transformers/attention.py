@@ -67,7 +67,7 @@ HOST = Host(
 def query_range(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:
     """Return the number of queries that a mask is made for, and the position of the first one.
 
-    4.57 passes the positions of all queries instead of these two numbers.
+    transformers 4.57 passes the positions of all queries instead of these two numbers.
     """
     positions = arguments.get("cache_position")
     if positions is None:
@@ -98,7 +98,7 @@ def mask_functions() -> Mapping[Callable[..., Any], str]:
 
 
 def chunks_begin_with_documents() -> bool:
-    """Return whether the chunks of packed documents start at each document. Before 5.23 they start at the row."""
+    """Return whether chunks start at each packed document. Before transformers 5.23, they start at the row."""
     from transformers import masking_utils as host
 
     return hasattr(host, "remap_positions_for_packed_sequence")
@@ -211,7 +211,7 @@ class MaskSpec:
         if self.chunk_tokens is not None:
             first = real[0] if real is not None and real[0] < real[1] else 0
             parts = sorted(edges) if chunks_begin_with_documents() else [first, seq.length]
-            # A chunk attends causally inside only, so it is a document like any other.
+            # Attention of a chunk is causal and stays inside the chunk, so a chunk is like a document.
             for start, stop in pairwise(parts):
                 edges |= set(range(start, stop, self.chunk_tokens))
         return None if edges <= {0, seq.length} else tuple(sorted(edges))
@@ -545,7 +545,7 @@ def refuse_inputs(
             )
     except InputError as error:
         refusal = error
-    # Not `refused_by_all`: this exchange also compares the module and the sequence of all ranks.
+    # `refused_by_all` is not enough, because this exchange also compares the module and the sequence of all ranks.
     seq.ring.check_consistency(f"forward of {type(module).__name__} over {seq!r}", refusal)
 
 

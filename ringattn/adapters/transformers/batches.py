@@ -412,7 +412,7 @@ def whole_calls(
         InputError: A batch cannot be sharded, see `shard_batch`.
     """
     calls = WholeCalls(ring, model, layout, dropout_seed)
-    # Around the wrapper, and before its own hooks: DDP and FSDP see shards and local outputs, as without a ring.
+    # These hooks run before the wrapper's own hooks, so DDP and FSDP see shards and local outputs, as without a ring.
     hooks = [
         outer.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True),
         outer.register_forward_hook(calls.leave, always_call=True),

@@ -287,7 +287,7 @@ def _check_loss(model: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` if the model's loss would not be this rank's part of the loss of the whole batch."""
     if isinstance(getattr(model, "loss_function", None), WatchedLoss):
         model.loss_function.is_used = False  # reset for this call
-    # By name, which the wrapped loss keeps: other losses shift labels or average in ways that are not known here.
+    # The loss is checked by name, which the wrapped loss keeps. Other losses shift labels or average in unknown ways.
     if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         raise UnsupportedError(
             f"{type(model).__name__} would compute its loss from this rank's tokens only: {LEAVE_OUT}"
@@ -450,7 +450,7 @@ PART = "ringattn_part"
 
 def mark_parts(model: nn.Module, text: Any) -> None:
     """Mark modules as text if they have the text's configuration, and as tower if they have another sub-model's."""
-    # By identity, because configurations of equal sub-models compare equal.
+    # Configurations are compared by identity, because those of equal sub-models compare equal.
     towers = _parts_of(model.config) - _parts_of(text)
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -303,8 +303,8 @@ def refuse_adapters(model: Any) -> None:
 
 
 # --- Kernels of Liger -------------------------------------------------------------------------------------------------
-# They work on one token at a time, except the loss. The fused loss takes labels that are already shifted, and divides
-# by num_items_in_batch. So a rank's loss is its part of the loss of the whole batch.
+# Liger's kernels work on one token at a time, except the loss. The fused loss takes labels that are already shifted,
+# and divides by num_items_in_batch. So a rank's loss is its part of the loss of the whole batch.
 
 _LIGER = Host(
     "liger-kernel",

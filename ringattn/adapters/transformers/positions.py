@@ -101,8 +101,11 @@ def model_positions(
 
 
 def _counting(model: Any) -> _Counting | None:
-    """Probe the model with rows that are padded in their tokens, in their mask, in both and not at all."""
-    # Row 0 has no padding, row 1 in both, row 2 in its mask only, row 3 in its tokens only.
+    """Return how the model looks up positions, or None if they are 0, 1, ... or the look-up is unknown.
+
+    The model is probed with rows that are padded in their tokens, in their mask, in both and not at all.
+    """
+    # Row 0 has no padding, row 1 has padding in both, row 2 in its mask only, row 3 in its tokens only.
     pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     pad = 1 if pad is None else pad
     padding = torch.zeros(4, _PROBE_TOKENS, dtype=torch.bool)
@@ -170,7 +173,7 @@ def probe_copy(model: nn.Module) -> Any:
 
 
 class _Copies:
-    """Copies by the id of the original. If two modules share an object, their copies share its copy."""
+    """The copies of objects, by the id of the original. If two modules share an object, their copies share its copy."""
 
     def __init__(self) -> None:
         self.by_id: dict[int, Any] = {}

@@ -381,14 +381,15 @@ class RingTrainerMixin:
         return tree_map_only(Tensor, partial(self._gather_texts, loader), output)
 
     def _gather_texts(self, loader: Any, rows: Tensor) -> Tensor:
-        """Gather rows, (texts of a batch, ...), from one rank of every ring, without texts that were read twice."""
+        """Gather rows, (texts of a batch, ...), from one rank of every ring, without repeated texts."""
         from transformers.trainer_utils import has_length
 
         host: Any = self
         rings, _ = self._rings()
         rows = host.accelerator.pad_across_processes(rows, dim=0)  # the last batch of a ring may be smaller
         rows = host.accelerator.gather(rows.contiguous())
-        # Processes are ordered by ring, then by rank in it. All ranks of a ring have the same texts: keep the first's.
+        # Processes are ordered by ring, then by rank in the ring. All ranks of a ring have the same texts, so keep
+        # those of the first rank.
         rows = rows.unflatten(0, (rings, self.ring.world_size, -1))[:, 0].flatten(0, 1)
         if not has_length(loader.dataset):
             return rows
@@ -402,9 +403,9 @@ class RingTrainerMixin:
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: Mapping[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Return the context of a step and its inputs; Trainer calls this method for every batch.
+        """Return the context of a step and its inputs. Trainer calls this method for every batch.
 
-        The inputs are this rank's shard, or for a loss of the user the whole batch.
+        The inputs are this rank's shard, or the whole batch if the loss is a function of the user.
         """
         # Trainer may pass the model wrapped by DDP, FSDP or a compiler.
         prepared = next((part for part in model.modules() if part in prepared_models), None)
