@@ -1,4 +1,4 @@
-"""Caches bounded by bytes: what is dropped, when, and how a value is weighed."""
+"""Caches with a limit in bytes: the order in which entries are dropped, and the measured sizes of values."""
 
 from __future__ import annotations
 

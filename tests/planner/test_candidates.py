@@ -1,4 +1,4 @@
-"""The choice of "auto" on known machines, and the schedules that it leaves out: read from plans, equal on all ranks."""
+"""The choice of "auto" on known machines: it follows from plans, gives reasons, and is the same on all ranks."""
 
 from __future__ import annotations
 

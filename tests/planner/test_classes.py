@@ -214,7 +214,10 @@ def test_a_ring_of_thousands_by_hand() -> None:
 
 
 def test_cells_that_differ_are_refused() -> None:
-    """A window over striped shards reaches a number of rows that depends on the ranks, so no classes agree."""
+    """With striped shards, the number of rows inside a window depends on the number of ranks.
+
+    So the classes that are learned from different numbers of ranks disagree.
+    """
     with pytest.raises(UnsupportedError, match="'ring' with layout='striped' has no classes of ranks"):
         classes_of(lambda ranks: problem_of(ranks, ("striped", True, (70, 0))), "ring", NODES, 0, 2)
 

@@ -28,7 +28,7 @@ SHARD = {Kind.KV: 1.0, Kind.DKV: 1.0, Kind.Q: 0.5, Kind.OUT: 0.5, Kind.GRAD_OUT:
 
 
 class Formulas(NamedTuple):
-    """Mean bytes and messages that a rank sends."""
+    """Formulas of the mean bytes and messages that a rank sends."""
 
     forward_bytes: str
     forward_messages: str

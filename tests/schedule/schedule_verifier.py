@@ -64,7 +64,8 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
                 fail(index, item.rank, f"works on {item.q}, which is not local and was not sent")
             count = left.get((item.q.owner, item.kv.owner), Counter())
             for tile, times in _single(item.tiles).items():
-                # A schedule may work on part of a tile of the mask, for example of a split block; the rest stays due.
+                # A schedule may work on a part of a tile of the mask, for example of a split block. The rest of the
+                # tile must then follow.
                 if not all(_cut_out(count, tile) for _ in range(times - count[tile])):
                     why = "too often" if tile in count else "that the mask does not have"
                     fail(index, item.rank, f"works on a tile of {item.kv} {why}: {tile}")
@@ -91,7 +92,7 @@ def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
         if tile.k.pick(StridedRange(start, shared.count)) == piece.k:
             count[tile] -= 1
             count[piece] += 1
-            # The keys before and after the piece are still due.
+            # The keys before and after the piece must still be worked on.
             for rest in (StridedRange(0, start), StridedRange(stop, tile.k.positions.count - stop)):
                 if rest.count:
                     count[tile._replace(k=tile.k.pick(rest))] += 1

@@ -41,7 +41,7 @@ def with_step(whole: Schedule, index: int, **changes: Any) -> Schedule:
 
 
 def first(whole: Schedule, matches: Callable[[Step], object]) -> int:
-    """Return the index of the first step that `matches`."""
+    """Return the index of the first step for which `matches` returns a true value."""
     return next(index for index, step in enumerate(whole.steps) if matches(step))
 
 
