@@ -235,7 +235,7 @@ def _check_has_sequence(q: Tensor, cp_ranks: int) -> None:
 
 
 class RingTrainerMixin:
-    """Mixin for torchtitan's Trainer and its Validator that shards their batches for `RingAttention`.
+    """A mixin for torchtitan's Trainer and its Validator that shards their batches for `RingAttention`.
 
     It also works with one rank, where it keeps packed documents apart. Backends: `spmd_types` and `partial_dtensor`.
 

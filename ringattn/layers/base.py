@@ -134,7 +134,7 @@ class Projections(Layer):
         """Return the heads' outputs, (batch, tokens, q_heads, head_dim). A collective call.
 
         Keys and values are projected first, and sent while queries are projected. `dilated`: the branches of dilated
-        attention. Raises what `project_qkv` and `Ring.attention` raise.
+        attention. Raises the errors of `project_qkv` and `Ring.attention`.
         """
         ring, weight, bias, norms = seq.ring, self.in_proj_weight, self.in_proj_bias, (self.q_norm, self.k_norm)
         cut = [self.num_heads * self.head_dim, 2 * self.num_kv_heads * self.head_dim]

@@ -1,8 +1,8 @@
 """Dilated attention as layers, each in two forms: for whole sequences on one device, and over a ring.
 
 Guarantees: the two forms of a layer have the same parameters, so state dictionaries are interchangeable. On one device,
-a layer needs no ring from the caller, and its copies and pickles contain none. Each layer warns once of branches that
-cannot reach every query.
+a layer needs no ring from the caller, and its copies and pickles contain no ring. Each layer warns once about branches
+that cannot reach every query.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU benchmarks rehearsed in Triton's interpreter: they must run, gate and save; their figures mean nothing."""
+"""The GPU benchmarks in Triton's interpreter: they must run, check results and save. Their figures mean nothing."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def problem_of(
 
 
 def machines(nodes: tuple[int, ...], **constants: float) -> Cluster:
-    """Return a cluster with fast work and these nodes and constants."""
+    """Return a cluster with fast arithmetic, and the given nodes and constants."""
     facts = {"bandwidth": 1e9, "latency_s": 1e-6, "node_bandwidth": 1e8, **constants}
     return Cluster("machines", 1e13, links=Links(nodes, LinkClass.NVLINK), **facts)  # type: ignore[arg-type]
 

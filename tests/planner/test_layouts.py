@@ -33,7 +33,7 @@ def problem_of(cuts: tuple[int, ...], ranks: int, at_once: bool, heads: int = 1,
 
 
 def received(cuts: tuple[int, ...], ranks: int) -> float:
-    """Return the rows that the busiest rank receives, in shards."""
+    """Return the largest number of rows that a rank receives, divided by the rows of a shard."""
     return max(load_of(cuts, placed_at_once(cuts, ranks)).received) * ranks / cuts[-1]
 
 

@@ -140,7 +140,7 @@ def received(plan: Plan) -> list[AttendReceivedOp]:
 
 
 def with_result(plan: Plan, index: int, result: int) -> Plan:
-    """Return the plan with another result buffer for one work on received queries."""
+    """Return the plan with the buffer `result` for the result of operation `index` on received queries."""
     changed = {id(received(plan)[index]): received(plan)[index]._replace(result=result)}
     steps = (step._replace(work=tuple(changed.get(id(item), item) for item in step.work)) for step in plan.steps)
     return replace(plan, steps=tuple(steps))

@@ -76,7 +76,7 @@ def query_range(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:
 
 
 def mask_functions() -> Mapping[Callable[..., Any], str]:
-    """Return the functions that masks are built from, and the meaning of each. Documents come from the sequence."""
+    """Return the functions that masks are built from, and the meaning of each. Documents are those of the sequence."""
     from transformers import masking_utils as host
 
     nothing: Any = None

@@ -127,7 +127,7 @@ def _check_shapes(batch: Mapping[str, Any], tokens: Tensor) -> None:
 
 
 def _computed_positions(model: Any, batch: Mapping[str, Any], cuts: list[int] | None) -> Tensor | None:
-    """Return the positions that the model computes for the whole batch with these documents. None: 0, 1, ...."""
+    """Return the positions that the model computes for the whole batch with these documents, or None for 0, 1, ...."""
     if model is None:
         return None
     inputs = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask")}

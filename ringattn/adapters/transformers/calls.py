@@ -220,7 +220,7 @@ def _check_cache(cache: Any) -> None:
 
 
 def _has_own_positions(model: nn.Module, seq: Sequence, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the model would compute positions itself for such inputs.
+    """Return whether the model would compute positions other than 0, 1, ... itself if it got none with these inputs.
 
     Raises `InputError` if it would, and the position_ids differ from its positions for the whole rows, or for whole
     documents. Padding may be anywhere. A collective call.

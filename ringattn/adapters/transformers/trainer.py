@@ -65,7 +65,7 @@ HOST = Host(
 
 
 class RingTrainerMixin:
-    """Mixin before transformers' Trainer that shards every batch over `ring`.
+    """A mixin that precedes transformers' Trainer among the base classes, and shards every batch over `ring`.
 
     The ranks of a ring get the same batches; different rings get different batches. accelerate's cp_size and sp_size
     must stay 1.
