@@ -30,6 +30,7 @@ COMMANDS = {  # name: module of ringattn.launch, summary
     "sweep": ("measure.sweep", "measure many calls: ranks, lengths, schedules, ...; resumes where it stopped"),
     "demo": ("train.demo", "train with four processes and with one, and compare both runs"),
     "train": ("train.train", "train a byte-level language model with sequences split over ranks"),
+    "script": ("script", "run a training script of transformers, TRL or accelerate over rings, unchanged"),
     "simulate": ("pictures.simulate", "predict the time of one attention call on 1 to 16,384 ranks, and idle ranks"),
     "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted"),
     "report": ("report.report", "show the results of a sweep as tables, Markdown and a page with charts"),
@@ -46,9 +47,11 @@ STARTS = {
     "train": "training",
     "timeline": "recording one attention call",
     "calibrate": "measuring this machine",
+    "script": "loading transformers",
 }
 """Commands that take long and would otherwise be silent meanwhile."""
 RESUME = {
+    "script": "the script's own checkpoints are as it left them",
     "sweep": "finished points are saved; run the same command again to continue",
     "train": "run the same command again to continue from the last checkpoint in out (see checkpoint_every_steps)",
 }
@@ -137,7 +140,9 @@ def _print_start(arguments: Sequence[str]) -> None:
     from ringattn.launch.options import notes_on
 
     lines = [STARTS[arguments[0]]] if arguments[0] in STARTS else []
-    for line in (*lines, *notes_on(arguments[1:])):
+    # The arguments of a script are not options of this command.
+    words = [] if arguments[0] == "script" else arguments[1:]
+    for line in (*lines, *notes_on(words)):
         print(f"ringattn {arguments[0]}: {line}", file=sys.stderr, flush=True)
 
 

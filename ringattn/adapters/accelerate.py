@@ -1,26 +1,274 @@
-"""accelerate's context parallelism through a ring: a configuration object instead of a Trainer subclass.
+"""accelerate through a ring: its Accelerator for a training loop, and its parallelism configuration for a Trainer.
 
+    accelerator = RingAccelerator()
     TrainingArguments(..., parallelism_config=RingParallelismConfig(cp_size=2))
 
-A Trainer that creates its Accelerator with this configuration gets `RingTrainerMixin` as its first base class. So it
-has the same guarantees and refusals as a Trainer written with the mixin.
+With `RingAccelerator`, a loop that was written for accelerate keeps its lines: a ring takes the place of a process.
+A Trainer that creates its Accelerator with `RingParallelismConfig` gets `RingTrainerMixin` as its first base class. So
+it has the same guarantees and refusals as a Trainer written with the mixin.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import count
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ringattn.adapters.groups import ring_of
+from ringattn.adapters.dropout import seed_from
+from ringattn.adapters.groups import ring_of, ring_of_ranks
 from ringattn.adapters.host_versions import Host
-from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers.batches import WholeCalls
+from ringattn.adapters.transformers.checks import base_of
+from ringattn.adapters.transformers.trainer import (
+    HOST as TRAINER,
+)
+from ringattn.adapters.transformers.trainer import (
+    RingTrainerMixin,
+    refuse_data,
+    refuse_split_batches,
+    share_training,
+)
+from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 
-__all__ = ["RingParallelismConfig"]
+__all__ = ["RingAccelerator", "RingParallelismConfig"]
+
+# --- Loops ------------------------------------------------------------------------------------------------------------
+
+LOOPS = Host(
+    "accelerate",
+    ("1.12", "1.14", "1.15"),
+    feature="RingAccelerator",
+    parameters={
+        "accelerate:Accelerator.prepare_data_loader": ("data_loader", "device_placement", "slice_fn_for_dispatch"),
+        "accelerate:Accelerator.prepare_scheduler": ("scheduler",),
+        "accelerate:Accelerator.gather": ("tensor",),
+        "accelerate:Accelerator.gather_for_metrics": ("input_data", "use_gather_object"),
+        "accelerate:Accelerator.reduce": ("tensor", "reduction", "scale"),
+    },
+    sources={
+        "accelerate.scheduler:AcceleratedScheduler.step": ("e41b9aef",),
+        **{path: TRAINER.sources[path] for path in TRAINER.sources if path.startswith("accelerate.")},
+    },
+)
+
+
+class RingAccelerator(Accelerator):
+    """accelerate's Accelerator, to which a ring of ranks counts as one process.
+
+    The ranks of a ring read the same batches. A prepared model takes whole batches, computes attention over the ring,
+    and returns outputs of the whole batch, so a loop needs no change: its loss, gradients, metrics, learning rates and
+    number of steps are those of one process, or with several rings of as many processes as there are rings.
+    `num_processes` is the number of rings, and `process_index` the index of this rank's ring.
+
+    Args:
+        args: Arguments of accelerate's Accelerator.
+        cp_size: The ranks of a ring, which are consecutive processes. None: all ranks.
+        layout: As in `Ring.sequence`.
+        kwargs: Arguments of accelerate's Accelerator.
+
+    Raises:
+        InputError: The number of ranks is not a multiple of `cp_size`.
+        UnsupportedError: An option would shard batches too, or the installed accelerate differs where this class relies
+            on it.
+
+    Example:
+        accelerator = RingAccelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+    """
+
+    _ring_size = 1
+    """The ranks that count as one process; 1 while accelerate distributes batches over processes."""
+
+    def __init__(
+        self, *args: Any, cp_size: int | None = None, layout: LayoutName | str = "auto", **kwargs: Any
+    ) -> None:
+        LOOPS.require()
+        super().__init__(*args, **kwargs)
+        for name in ("cp_size", "sp_size", "tp_size"):
+            if (size := getattr(self.parallelism_config, name, 1)) not in (1, None):
+                raise UnsupportedError(
+                    f"{name}={size} of accelerate's ParallelismConfig cannot be combined with RingAccelerator; leave "
+                    "it at 1, and pass cp_size to RingAccelerator"
+                )
+        refuse_split_batches(self)
+        self.ring, self.layout = ring_of_ranks(cp_size, self.device.type), layout
+        self._ring_size = self.ring.world_size
+        self._outer_models: list[nn.Module] = []
+
+    @property
+    def num_processes(self) -> int:
+        """The number of rings. Loops count batches and steps of the learning rate by it."""
+        return int(self.state.num_processes) // self._ring_size
+
+    @property
+    def process_index(self) -> int:
+        """The index of this rank's ring."""
+        return int(self.state.process_index) // self._ring_size
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare like accelerate. Models are transformers models, and then take whole batches by keyword.
+
+        Args:
+            args: As in accelerate.
+            kwargs: As in accelerate.
+
+        Returns:
+            As in accelerate.
+
+        Raises:
+            UnsupportedError: A model is not a transformers model or cannot be prepared, or the data is a stream that
+                accelerate would divide among all processes.
+        """
+        for module in args:
+            if isinstance(module, nn.Module):
+                if not hasattr(base_of(module), "config"):
+                    raise UnsupportedError(
+                        f"{type(module).__name__} is not a transformers model; shard its batches in your own loop"
+                    )
+                prepare(module)
+        prepared = super().prepare(*args, **kwargs)
+        for module, outer in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
+            if isinstance(module, nn.Module) and not any(outer is known for known in self._outer_models):
+                WholeCalls(self.ring, base_of(module), self.layout, self._dropout_seeds()).attach(outer)
+                self._outer_models.append(outer)
+        return prepared
+
+    def _dropout_seeds(self) -> Any:
+        """Return a seed for each call of a model, equal on the ranks of a ring. A collective call."""
+        seed = torch.tensor([torch.initial_seed() % 2**62 if self.ring.rank == 0 else 0], device=self.device)
+        self.ring.all_reduce([seed])
+        return (seed_from(int(seed), self.process_index, call) for call in count())
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a loader like accelerate; all ranks of a ring read the same batches.
+
+        Args:
+            data_loader: As in accelerate.
+            device_placement: As in accelerate.
+            slice_fn_for_dispatch: As in accelerate.
+
+        Returns:
+            The loader.
+
+        Raises:
+            UnsupportedError: The data is a stream that accelerate would divide among all processes.
+        """
+        refuse_data(data_loader.dataset, self)
+        rings, ring_index = self.num_processes, self.process_index
+        # accelerate distributes over processes first, because only then it gives shuffled batches a common seed.
+        size, self._ring_size = self._ring_size, 1
+        try:
+            loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        finally:
+            self._ring_size = size
+        return share_training(loader, rings, ring_index)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler like accelerate; it advances once for each ring.
+
+        Args:
+            scheduler: As in accelerate.
+
+        Returns:
+            The scheduler.
+
+        Raises:
+            Nothing.
+        """
+        scheduler = super().prepare_scheduler(scheduler)
+        if isinstance(scheduler, AcceleratedScheduler):
+            # accelerate creates the object itself, so the method can only be overridden by changing its class.
+            scheduler.__class__, scheduler.rings = _SchedulerOfRings, self.num_processes
+        return scheduler
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors like accelerate, from the first rank of every ring. A collective call.
+
+        Args:
+            tensor: As in accelerate. The ranks of a ring have equal values, as of whole outputs.
+
+        Returns:
+            The gathered tensors, which have the values of each ring once.
+
+        Raises:
+            Nothing.
+        """
+        return tree_map_only(Tensor, self._once_per_ring, super().gather(tensor))
+
+    def _once_per_ring(self, rows: Tensor) -> Tensor:
+        if self._ring_size == 1:
+            return rows
+        return rows.unflatten(0, (self.num_processes, self._ring_size, -1))[:, 0].flatten(0, 1)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather tensors like accelerate, each text once. A collective call.
+
+        Args:
+            input_data: As in accelerate, with tensors only. The ranks of a ring have equal values.
+            use_gather_object: Must be False.
+
+        Returns:
+            The gathered tensors.
+
+        Raises:
+            UnsupportedError: There are objects other than tensors.
+        """
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data)):
+            raise UnsupportedError(
+                "gather_for_metrics of objects would return those of a ring once for each of its ranks; pass tensors"
+            )
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors like accelerate, with the values of each ring once. A collective call.
+
+        Args:
+            tensor: As in accelerate. The ranks of a ring have equal values.
+            reduction: As in accelerate.
+            scale: As in accelerate.
+
+        Returns:
+            The reduced tensors.
+
+        Raises:
+            Nothing.
+        """
+        reduced = super().reduce(tensor, reduction, scale)
+        if reduction != "sum":
+            return reduced
+        size = self._ring_size
+        return tree_map_only(Tensor, lambda x: x / size if x.is_floating_point() else x // size, reduced)
+
+
+class _SchedulerOfRings(AcceleratedScheduler):
+    """Advances a learning rate once for each ring, where accelerate advances it once for each process."""
+
+    rings: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.split_batches = True  # so that each call below advances it once
+        advances = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.rings if advances else 1):
+            # As in accelerate: OneCycleLR raises if it advances further.
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+                super().step(*args, **kwargs)
+
+
+# --- Trainers ---------------------------------------------------------------------------------------------------------
 
 _CONFIG = "accelerate.parallelism_config:ParallelismConfig"
 HOST = Host(
@@ -112,8 +360,8 @@ class RingParallelismConfig(ParallelismConfig):
         host = _find_trainer(sys._getframe())
         if host is None:
             raise UnsupportedError(
-                "RingParallelismConfig is for a Trainer of transformers; in your own loop, open ringattn.Ring() and "
-                "call shard_batch and ring.activate for each batch, see docs/embedding-transformers.md"
+                "RingParallelismConfig is for a Trainer of transformers; in your own loop, use "
+                "ringattn.adapters.accelerate.RingAccelerator instead of Accelerator, see docs/embedding-trainers.md"
             )
         accelerator._prepare_cp = _return_unchanged  # instead of setting up torch's context parallelism
         if not isinstance(host, RingTrainerMixin):

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -62,6 +63,31 @@ def ring_of(group: Any = None) -> Ring:
             "shards: pass that ring as group"
         )
     return _rings[group]
+
+
+def ring_of_ranks(size: int | None, device_type: str) -> Ring:
+    """Return this rank's ring of `size` consecutive ranks of the default group. A collective call of all ranks.
+
+    Args:
+        size: The ranks of a ring. None: all ranks.
+        device_type: The type of the ranks' devices, as for `DeviceMesh`.
+
+    Returns:
+        The ring, as `ring_of`.
+
+    Raises:
+        InputError: The number of ranks is not a multiple of `size`.
+        RingError: What `Ring` raises when it is opened.
+
+    Example:
+        ring = ring_of_ranks(4, "cuda")
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if size is None or size == ranks:
+        return ring_of()
+    if size < 1 or ranks % size:
+        raise InputError(f"{ranks} ranks cannot form rings of {size}: the number of ranks must be a multiple of it")
+    return ring_of(init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("dp", "cp")))
 
 
 def close_rings() -> None:

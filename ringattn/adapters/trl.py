@@ -22,9 +22,11 @@ from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers.checks import base_of, declare_outputs
 from ringattn.adapters.transformers.memory import refuse_logits
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, last_turn
+from ringattn.core.layout import LayoutName
 from ringattn.errors import UnsupportedError
+from ringattn.ring import Ring
 
-__all__ = ["RingSFTTrainer"]
+__all__ = ["RingSFTMixin", "RingSFTTrainer"]
 
 HOST = Host(
     "trl",
@@ -36,32 +38,34 @@ HOST = Host(
 )
 
 
-class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
-    """TRL's SFTTrainer with every batch sharded over `ring`.
+class RingSFTMixin(RingTrainerMixin):
+    """Mixin before TRL's SFTTrainer: `RingTrainerMixin`, with the counts and metrics of SFTTrainer."""
 
-    The ranks of a ring get the same batches; different rings get different batches.
+    shards_evaluation = False  # SFTTrainer's prediction_step does not call the sharding method of Trainer
+    loss_of_shards = True
 
-    Args:
-        args: Arguments of TRL's SFTTrainer.
-        ring: The ring. Its ranks are consecutive processes.
-        layout: As in `Ring.sequence`.
-        kwargs: Arguments of TRL's SFTTrainer, including `peft_config`.
+    def begin_ring(self, ring: Ring, layout: LayoutName | str = "auto") -> None:
+        """Set the ring, as `RingTrainerMixin.begin_ring`.
 
-    Raises:
-        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; a TRL other than 1.16.
+        Args:
+            ring: The ring.
+            layout: As in `Ring.sequence`.
 
-    Example:
-        RingSFTTrainer(model=model, args=SFTConfig(packing=True), train_dataset=texts, ring=ringattn.Ring()).train()
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Raises:
+            UnsupportedError: The Trainer class or the installed TRL is not supported.
+        """
         HOST.require()
-        super().__init__(*args, **kwargs)
+        super().begin_ring(ring, layout)
+
+    def _check_options(self) -> None:
+        super()._check_options()
         host: Any = self
         if host._is_vlm:
             raise UnsupportedError("SFTTrainer of a model with images: a rank has only a part of their tokens; train "
                                    "on text only, with the tokenizer as processing_class")  # fmt: skip
-        if host.aux_loss_enabled:
+        # SFTTrainer sets `aux_loss_enabled` from these two after Trainer's `__init__`, when this may already run.
+        text = base_of(host.model).config.get_text_config()
+        if getattr(text, "output_router_logits", None) is not None and host.args.router_aux_loss_coef != 0.0:
             raise UnsupportedError(
                 "router_aux_loss_coef: the router loss is computed from whole texts, but a rank has a part; set it to "
                 "0.0"
@@ -101,7 +105,9 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
         # to be this rank's part.
         inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         with self._counting(host.accelerator.gather if training else self._summed):
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            result = super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs, num_items_in_batch
+            )
         if not training:
             self._share(host._metrics["eval"])
         return result
@@ -112,7 +118,7 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
 
         accelerate's gather_for_metrics would take each count for one entry per text, and drop some in a last batch.
         """
-        accelerator: Any = self.accelerator
+        accelerator = self.accelerator  # type: ignore[attr-defined]
         accelerator.gather_for_metrics = gather  # an instance attribute hides the method, and is deleted afterwards
         try:
             yield
@@ -141,5 +147,20 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer):
                 values.extend(by_ring.tolist())
 
 
-RingSFTTrainer.shards_evaluation = False  # SFTTrainer's prediction_step does not call the sharding method of Trainer
-RingSFTTrainer.ring_compute_loss = RingSFTTrainer.compute_loss
+class RingSFTTrainer(RingSFTMixin, SFTTrainer):
+    """TRL's SFTTrainer with every batch sharded over `ring`.
+
+    The ranks of a ring get the same batches; different rings get different batches.
+
+    Args:
+        args: Arguments of TRL's SFTTrainer.
+        ring: The ring. Its ranks are consecutive processes.
+        layout: As in `Ring.sequence`.
+        kwargs: Arguments of TRL's SFTTrainer, including `peft_config`.
+
+    Raises:
+        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; a TRL other than 1.16.
+
+    Example:
+        RingSFTTrainer(model=model, args=SFTConfig(packing=True), train_dataset=texts, ring=ringattn.Ring()).train()
+    """

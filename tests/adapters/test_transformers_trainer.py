@@ -270,11 +270,13 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None
 
 
 def test_an_overridden_loss_of_sfttrainer() -> None:
-    sft = type("RingSFTTrainer", (RingTrainer,), {"compute_loss": OwnLoss.compute_loss})
-    sft.ring_compute_loss = sft.compute_loss
-    check_trainer(sft)
-    with pytest.raises(UnsupportedError, match="Ours overrides compute_loss of RingSFTTrainer"):
-        check_trainer(type("Ours", (sft,), {"compute_loss": lambda self: None}))
+    loss = {"compute_loss": OwnLoss.compute_loss}
+    mixin = type("RingSFTMixin", (RingTrainerMixin,), {**loss, "loss_of_shards": True})
+    sft = type("SFTTrainer", (transformers.Trainer,), {**loss, "__module__": "trl.trainer"})
+    check_trainer(type("RingSFTTrainer", (mixin, sft), {}))
+    for bases in ((mixin, sft), (mixin, type("Theirs", (sft,), loss))):
+        with pytest.raises(UnsupportedError, match="Ours overrides compute_loss of RingSFTTrainer"):
+            check_trainer(type("Ours", bases, loss if bases[1] is sft else {}))
 
 
 def test_a_model_that_was_not_prepared(tmp_path: Path, ring: Ring) -> None:
@@ -328,7 +330,7 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedError, match="cannot be evaluated over several rings"):
         trainer.evaluate(stream)
     monkeypatch.setattr(trainer, "_rings", lambda: (1, 0))
-    monkeypatch.setattr(type(trainer.args), "world_size", 4)
+    monkeypatch.setitem(trainer.accelerator.state._shared_state, "num_processes", 4)
     stream.n_shards = 4  # as data sets of Hugging Face say
     with pytest.raises(UnsupportedError, match="accelerate distributes the 4 shards of Stream over the processes"):
         trainer.evaluate(stream)

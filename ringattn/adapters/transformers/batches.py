@@ -16,11 +16,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ringattn.adapters.hosts import check_alike
 from ringattn.adapters.transformers.checks import check_every_rank_has_tokens
@@ -350,15 +352,26 @@ def _whole_output(name: str, seq: Sequence, x: Any) -> Any:
 
 
 class WholeCalls:
-    """The hooks of one model inside `whole_calls`."""
+    """The hooks that let one model take whole batches, the same on every rank, and return whole outputs.
 
-    def __init__(self, ring: Ring, model: Any, layout: LayoutName | str, dropout_seed: int) -> None:
-        self.ring, self.model, self.layout, self.dropout_seed = ring, model, layout, dropout_seed
+    Each call activates its sequence with the next of `dropout_seeds`.
+    """
+
+    def __init__(self, ring: Ring, model: Any, layout: LayoutName | str, dropout_seeds: Iterator[int]) -> None:
+        self.ring, self.model, self.layout, self.dropout_seeds = ring, model, layout, dropout_seeds
         self.seq: Sequence | None = None
         self.active = ExitStack()
 
+    def attach(self, outer: nn.Module) -> list[RemovableHandle]:
+        """Let `outer`, the model or its wrapper by DDP, FSDP or a compiler, take whole batches. Returns the hooks."""
+        # These hooks run before the wrapper's own, so DDP and FSDP see shards and local outputs, as without a ring.
+        return [
+            outer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
+            outer.register_forward_hook(self.leave, always_call=True),
+        ]
+
     def _activate(self, seq: Sequence) -> AbstractContextManager[None]:
-        return self.ring.activate(seq, dropout_seed=self.dropout_seed)
+        return self.ring.activate(seq, dropout_seed=next(self.dropout_seeds))
 
     def enter(self, outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shard the inputs of a call, and activate their sequence until the call ends. A collective call."""
@@ -411,12 +424,7 @@ def whole_calls(
         DisagreementError: The batches of the ranks differ.
         InputError: A batch cannot be sharded, see `shard_batch`.
     """
-    calls = WholeCalls(ring, model, layout, dropout_seed)
-    # These hooks run before the wrapper's own hooks, so DDP and FSDP see shards and local outputs, as without a ring.
-    hooks = [
-        outer.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True),
-        outer.register_forward_hook(calls.leave, always_call=True),
-    ]
+    hooks = WholeCalls(ring, model, layout, repeat(dropout_seed)).attach(outer)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ Guarantees: the loss and gradients of one process, also in evaluation. Labels ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -93,12 +93,33 @@ class RingTrainerMixin:
     None: as Trainer's, which does so from transformers 5.16 on.
     """
 
+    loss_of_shards = False
+    """Whether the class overrides `compute_loss` with a loss of this rank's tokens, instead of the whole batch."""
+
     def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
+        with self.created_over(ring, layout, (*args, *kwargs.values())):
+            super().__init__(*args, **kwargs)
+
+    @contextmanager
+    def created_over(self, ring: Ring, layout: LayoutName | str, arguments: Iterable[Any]) -> Iterator[None]:
+        """Return a context for Trainer's `__init__`: it sets the ring before, and checks the options afterwards.
+
+        Args:
+            ring: The ring.
+            layout: As in `Ring.sequence`.
+            arguments: The arguments of `__init__`.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            UnsupportedError: See `RingTrainerMixin`.
+        """
         self.begin_ring(ring, layout)
         self._checks_with_callbacks = False  # options are checked below, after subclasses have set them
-        for argument in (*args, *kwargs.values()):
+        for argument in arguments:
             refuse_parallelism(argument)
-        super().__init__(*args, **kwargs)
+        yield
         refuse_parallelism(self.accelerator)  # type: ignore[attr-defined]  # environment variables can set it too
         self._check_options()
 
@@ -148,8 +169,8 @@ class RingTrainerMixin:
         refuse_options(host)
         refuse_custom_loss(host)
         refuse_loaders(host)
-        refuse_data(host.train_dataset, host)
-        refuse_data(host.eval_dataset, host, evaluated_by=rings)
+        refuse_data(host.train_dataset, host.accelerator)
+        refuse_data(host.eval_dataset, host.accelerator, evaluated_by=rings)
         prepare(host.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
@@ -218,7 +239,7 @@ class RingTrainerMixin:
         Raises:
             UnsupportedError: The data is a stream that accelerate would divide among all processes.
         """
-        refuse_data(self.train_dataset, self)  # type: ignore[attr-defined]
+        refuse_data(self.train_dataset, self.accelerator)  # type: ignore[attr-defined]
         return share_training(super().get_train_dataloader(), *self._rings())  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -237,7 +258,7 @@ class RingTrainerMixin:
         host: Any = self
         data = host.eval_dataset if eval_dataset is None else eval_dataset
         data = host.eval_dataset[data] if isinstance(data, str) else data
-        refuse_data(data, self, evaluated_by=self._rings()[0])
+        refuse_data(data, host.accelerator, evaluated_by=self._rings()[0])
         return share_evaluation(super().get_eval_dataloader(eval_dataset), *self._rings())  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
@@ -252,7 +273,7 @@ class RingTrainerMixin:
         Raises:
             UnsupportedError: See `get_eval_dataloader`.
         """
-        refuse_data(test_dataset, self, evaluated_by=self._rings()[0])
+        refuse_data(test_dataset, self.accelerator, evaluated_by=self._rings()[0])  # type: ignore[attr-defined]
         return share_evaluation(super().get_test_dataloader(test_dataset), *self._rings())  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -490,10 +511,11 @@ def check_trainer(kind: type[Any]) -> None:
     if not issubclass(kind, transformers.Trainer):
         raise UnsupportedError(f"{kind.__name__} must inherit from RingTrainerMixin and then from transformers.Trainer")
     HOST.require()
-    ring_compute_loss = getattr(kind, "ring_compute_loss", None)
-    if ring_compute_loss is None:
+    losses = [base for base in kind.__mro__ if "compute_loss" in vars(base)]
+    if not kind.loss_of_shards:
         _refuse_trl(kind)
-    elif kind.compute_loss is not ring_compute_loss:
+    # The mixin's compute_loss calls that of TRL: no other class may come before or between them.
+    elif "loss_of_shards" not in vars(losses[0]) or losses[1].__module__.split(".")[0] != "trl":
         raise UnsupportedError(
             f"{kind.__name__} overrides compute_loss of RingSFTTrainer, which gets shifted labels and only this rank's "
             "logits; leave it out, or override compute_loss in a class with RingTrainerMixin and transformers.Trainer"
@@ -507,7 +529,7 @@ def has_custom_loss(host: Any) -> bool:
     """
     from transformers import Trainer
 
-    if hasattr(type(host), "ring_compute_loss"):
+    if host.loss_of_shards:
         return False
     return (
         host.compute_loss_func is not None or getattr(host.compute_loss, "__func__", None) is not Trainer.compute_loss
@@ -558,7 +580,7 @@ def refuse_options(host: Any) -> None:
     for name in ("compute_loss_func", "label_smoother", "compute_metrics"):
         if getattr(host, name) is not None:
             refuse_logits(base_of(host.model), name)
-    if host.compute_loss_func is not None and hasattr(type(host), "ring_compute_loss"):
+    if host.compute_loss_func is not None and host.loss_of_shards:
         raise UnsupportedError(
             "compute_loss_func is not supported with SFTTrainer's losses; use loss_type, or leave it out"
         )
@@ -587,14 +609,19 @@ def refuse_options(host: Any) -> None:
 
 def refuse_loaders(host: Any) -> None:
     """Raise `UnsupportedError` for loaders that give each process different texts, even within a ring."""
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(host.accelerator, name):
-            raise UnsupportedError(f"{name} would split batches among the ranks of a ring; leave it at False")
+    refuse_split_batches(host.accelerator)
     if getattr(host.args, "train_sampling_strategy", "") == "batch_rebalance":  # from transformers 5.2 on
         raise UnsupportedError(
             "train_sampling_strategy='batch_rebalance' distributes texts over the processes of a ring; use "
             "'group_by_length'"
         )
+
+
+def refuse_split_batches(accelerator: Any) -> None:
+    """Raise `UnsupportedError` if accelerate gives each process a part of every batch."""
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(accelerator, name):
+            raise UnsupportedError(f"{name} would split batches among the ranks of a ring; leave it at False")
 
 
 # --- Loaders ----------------------------------------------------------------------------------------------------------
@@ -671,14 +698,14 @@ def last_turn(loader: Any, rings: int) -> int:
     return (len(samplers[0].batches) - 1) % rings + 1 if samplers else rings
 
 
-def refuse_data(data: Any, host: Any, evaluated_by: int = 1) -> None:
+def refuse_data(data: Any, accelerator: Any, evaluated_by: int = 1) -> None:
     """Raise `UnsupportedError` for a stream that accelerate would divide among all processes.
 
     `evaluated_by`: the number of rings that evaluate it. A stream cannot be distributed over several rings.
     """
     if isinstance(data, dict):
         for part in data.values():
-            refuse_data(part, host, evaluated_by)
+            refuse_data(part, accelerator, evaluated_by)
     if not is_stream(data):
         return
     if evaluated_by > 1:
@@ -686,14 +713,15 @@ def refuse_data(data: Any, host: Any, evaluated_by: int = 1) -> None:
             f"{type(data).__name__} is an IterableDataset and cannot be evaluated over several rings, because the "
             "number of texts left for each ring is unknown; evaluate a data set with a length"
         )
-    if (shards := getattr(data, "n_shards", 0)) >= host.args.world_size > 1:
+    if (shards := getattr(data, "n_shards", 0)) >= accelerator.state.num_processes > 1:
         raise UnsupportedError(
             f"accelerate distributes the {shards} shards of {type(data).__name__} over the processes of a ring; wrap "
             "it in a custom torch.utils.data.IterableDataset, or pass a data set with a length"
         )
-    if host.accelerator.dispatch_batches is not False:
+    if accelerator.dispatch_batches is not False:
         raise UnsupportedError(
             f"{type(data).__name__} is an IterableDataset, whose batches accelerate would split among the ranks of a "
-            'ring; pass TrainingArguments(accelerator_config={"dispatch_batches": False}), so that every rank reads '
-            "it, or pass a data set with a length"
+            'ring; pass TrainingArguments(accelerator_config={"dispatch_batches": False}), or to an Accelerator '
+            "DataLoaderConfiguration(dispatch_batches=False), so that every rank reads it, or pass a data set with a "
+            "length"
         )

@@ -1,0 +1,90 @@
+"""`ringattn script`: run a training script, not changed, with every Trainer and Accelerator over rings.
+
+Guarantees: what the script's Trainers and Accelerators cannot compute exactly over a ring is refused when they are
+created. A script that creates none ends with an error, because nothing would have been trained over a ring.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ringattn.core.layout import LAYOUTS
+from ringattn.errors import InputError, RingError
+from ringattn.launch.options import WORD, help_text, load_plain, option
+
+PURPOSE = """\
+Runs a Python script, or a module after -m, in this process. Every Trainer of transformers, SFTTrainer of TRL and
+Accelerator of accelerate that it creates shards its batches over rings of ranks. The words after the script are the
+script's arguments. Start one process for each GPU, with torchrun or accelerate launch.
+Example: torchrun --nproc-per-node 8 -m ringattn script train.py --attn_implementation ringattn
+Example: torchrun --nproc-per-node 8 -m ringattn script ranks=4 -m trl.scripts.sft --model_name_or_path DIR"""
+
+
+@dataclass
+class ScriptConfig:
+    """How the ranks of torchrun form rings."""
+
+    ranks: int | None = option(None, "ranks of a ring, consecutive processes; null: all", least=1)
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of the command, and the script with its arguments."""
+    count = next((index for index, word in enumerate(words) if not WORD.fullmatch(word)), len(words))
+    return list(words[:count]), list(words[count:])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script `argv`. Returns 0, or 1 if the script created nothing that trains over a ring."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(help_text("script", PURPOSE, ScriptConfig).replace("[key=value ...]", "[key=value ...] SCRIPT [...]"))
+        return 0
+    options, script = split(argv)
+    config = load_plain(options, ScriptConfig)
+    is_module = script[:1] == ["-m"]
+    if is_module:
+        del script[0]
+    if not script or script[0].startswith("-"):
+        raise InputError("no script: write the path of a Python file, or -m and a module, after the options")
+    if not is_module and not Path(script[0]).is_file():
+        raise InputError(f"{script[0]}: no such file; write the path of a Python file, or -m before a module")
+
+    from ringattn.adapters import auto
+
+    auto.enable(config.ranks, config.layout)
+    sys.argv = script
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(script[0]).resolve().parent))
+    try:
+        if is_module:
+            runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script[0], run_name="__main__")
+    except RingError as error:
+        _print_line(error)
+        raise
+    if auto.created:
+        return 0
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"ringattn script: {script[0]} created neither a Trainer nor an Accelerator, so nothing was trained over a "
+            "ring; in a loop without them, call shard_batch and ring.activate, see docs/embedding-transformers.md",
+            file=sys.stderr,
+        )
+    return 1
+
+
+def _print_line(error: RingError) -> None:
+    """Print, on the first rank, the line of the script where an error was raised."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    libraries = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    for frame in lines[-1:]:
+        print(f"{frame.filename}, line {frame.lineno}: {frame.line}", file=sys.stderr)

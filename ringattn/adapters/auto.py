@@ -1,0 +1,102 @@
+"""Every Trainer and Accelerator of a process over rings, for scripts that are not changed: `ringattn script train.py`.
+
+Guarantees: each transformers Trainer, TRL SFTTrainer and accelerate Accelerator that is created after `enable` has the
+guarantees of `RingTrainerMixin`, `RingSFTTrainer` and `RingAccelerator`, and refuses what they refuse when it is made.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import accelerate
+from accelerate import PartialState
+
+from ringattn.adapters.accelerate import RingAccelerator
+from ringattn.adapters.groups import ring_of_ranks
+from ringattn.adapters.transformers import register
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from ringattn.core.layout import LayoutName
+from ringattn.errors import InputError
+
+__all__ = ["created", "enable"]
+
+created: list[str] = []
+"""The names of the classes that were created over a ring since `enable`."""
+
+_enabled: list[tuple[int | None, str]] = []
+
+
+def enable(cp_size: int | None = None, layout: LayoutName | str = "auto") -> None:
+    """Let every Trainer and Accelerator that this process creates later train over rings.
+
+    It also makes `attn_implementation="ringattn"` known to transformers. A Trainer prepares its model whatever its
+    `attn_implementation` is. Names that were imported from accelerate before keep the original Accelerator.
+
+    Args:
+        cp_size: The ranks of a ring, which are consecutive processes. None: all ranks.
+        layout: As in `Ring.sequence`.
+
+    Raises:
+        InputError: It was called before with other arguments.
+        UnsupportedError: As `register`.
+
+    Example:
+        enable(cp_size=4)
+        runpy.run_path("train.py", run_name="__main__")
+    """
+    if _enabled and _enabled != [(cp_size, layout)]:
+        raise InputError(
+            f"enable was called before, with {_enabled[0]}; all rings of a process have one size and layout"
+        )
+    register()
+    if _enabled:
+        return
+    _enabled.append((cp_size, layout))
+    _replace_init(cp_size, layout)
+    accelerate.Accelerator = _accelerator_class(cp_size, layout)
+
+
+def _replace_init(cp_size: int | None, layout: LayoutName | str) -> None:
+    """Let the `__init__` of Trainer make every Trainer a ring trainer, by changing its class."""
+    # Imported here: transformers probes for packages by names that also exist in a checkout of this project.
+    from transformers import Trainer
+
+    original = Trainer.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self, RingTrainerMixin):  # the script passes its own ring
+            original(self, *args, **kwargs)
+            return
+        kind = type(self)
+        self.__class__ = type(kind.__name__, (_mixin_for(kind), kind), {"__module__": kind.__module__})
+        arguments = signature(original).bind(self, *args, **kwargs).arguments
+        # Reading the device initialises the process group, as the arguments say.
+        device = PartialState().device if arguments.get("args") is None else arguments["args"].device
+        with self.created_over(ring_of_ranks(cp_size, device.type), layout, (*args, *kwargs.values())):
+            original(self, *args, **kwargs)
+        created.append(kind.__name__)
+
+    Trainer.__init__ = init
+
+
+def _mixin_for(kind: type[Any]) -> type[RingTrainerMixin]:
+    """Return the mixin that goes before a Trainer class."""
+    # Imported only if the script uses TRL, which takes seconds to import.
+    if any(base.__name__ == "SFTTrainer" and base.__module__.startswith("trl.") for base in kind.__mro__):
+        from ringattn.adapters.trl import RingSFTMixin
+
+        return RingSFTMixin
+    return RingTrainerMixin
+
+
+def _accelerator_class(cp_size: int | None, layout: LayoutName | str) -> type[RingAccelerator]:
+    """Return a class named Accelerator whose objects have these settings."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        RingAccelerator.__init__(self, *args, cp_size=cp_size, layout=layout, **kwargs)
+        created.append("Accelerator")
+
+    return type("Accelerator", (RingAccelerator,), {"__init__": init, "__module__": "accelerate"})

@@ -1,0 +1,171 @@
+"""`ringattn script`: scripts of Trainer, SFTTrainer and accelerate's loops, unchanged, equal to plain processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+
+import accelerate
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+from ringattn import InputError, Ring, UnsupportedError
+from ringattn.adapters import auto
+from ringattn.adapters.accelerate import RingAccelerator, RingParallelismConfig
+from ringattn.cli import main
+from tests.adapters.models import tiny_model
+from tests.adapters.processes import ROOT, run_program, worst_error
+from tests.adapters.test_trl import with_trl
+from tests.adapters.trainer import Stream, padded, texts
+from tests.doc_code import run_under_torchrun
+
+SCRIPT = str(ROOT / "tests" / "adapters" / "user_scripts.py")
+TOLERANCE = 1e-9
+
+
+def run(kind: str, folder: Path, processes: int, ranks: int | None, **env: str) -> dict[str, Any]:
+    """Return what a script saves: in plain processes, or if `ranks` is given, under the command with such rings."""
+    folder.mkdir()
+    arguments = [SCRIPT, kind, str(folder / "saved.pt")]
+    command = [] if ranks is None else ["-m", "ringattn", "script", f"ranks={ranks}"]
+    if processes == 1:
+        run_program(*command, *arguments, **env)
+    else:
+        run_under_torchrun([*command, *arguments], folder, processes, **{"PYTHONPATH": str(ROOT), **env})
+    saved: dict[str, Any] = torch.load(folder / "saved.pt")
+    return saved
+
+
+def check_equal(actual: dict[str, Any], true: dict[str, Any]) -> None:
+    error = worst_error((actual["weights"][name], weight) for name, weight in true["weights"].items())
+    assert error <= TOLERANCE
+    assert actual["values"].keys() == true["values"].keys()
+    for name, values in true["values"].items():
+        assert len(values) >= 1 and len(actual["values"][name]) == len(values), name
+        for value, expected in zip(actual["values"][name], values, strict=True):
+            assert value == pytest.approx(expected, rel=1e-6 if name == "losses" else TOLERANCE), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loop", "loop, scheduled by processes", "trainer", "z-loss"])
+def test_a_script_over_one_ring_equals_one_process(kind: str, tmp_path: Path) -> None:
+    check_equal(run(kind, tmp_path / "ring", 2, ranks=2), run(kind, tmp_path / "plain", 1, ranks=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loop", "loop, scheduled by processes", "trainer", "z-loss"])
+def test_a_script_over_two_rings_equals_two_processes(kind: str, tmp_path: Path) -> None:
+    check_equal(run(kind, tmp_path / "rings", 4, ranks=2), run(kind, tmp_path / "plain", 2, ranks=None))
+
+
+@pytest.mark.slow
+def test_sfttrainer_with_the_name_of_the_attention(tmp_path: Path) -> None:
+    rings, plain = (run("sft", tmp_path / str(ranks), ranks or 1, ranks, **with_trl()) for ranks in (2, None))
+    check_equal(rings, plain)
+
+
+# --- Refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_creates_nothing_fails(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("import sys; print(sys.argv[1:], __name__)")
+    command = [sys.executable, "-m", "ringattn", "script", str(script), "ranks=9", "--flag"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == "['ranks=9', '--flag'] __main__\n"
+    assert "nothing.py created neither a Trainer nor an Accelerator, so nothing was trained over a ring" in ended.stderr
+
+
+SPLIT = "Accelerator(cpu=True, dataloader_config=Loaders(split_batches=True))"
+
+
+def test_an_error_names_the_line_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "split.py"
+    script.write_text("from accelerate import Accelerator, DataLoaderConfiguration as Loaders\n\n" + SPLIT)
+    command = [sys.executable, "-m", "ringattn", "script", str(script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"{script}, line 3: {SPLIT}\n" in ended.stderr
+    assert "ringattn script: split_batches would split batches among the ranks of a ring" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no script: write the path of a Python file, or -m and a module"),
+        (["ranks=2", "-m"], "no script: write"),
+        (["absent.py"], "absent.py: no such file"),
+        (["ranks=0", "absent.py"], "ranks=0: must be at least 1"),
+        (["rank=2", "absent.py"], "rank: no such key; did you mean ranks?"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["script", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `enable`, and undo it after the test."""
+    monkeypatch.setattr(transformers.Trainer, "__init__", transformers.Trainer.__init__)
+    monkeypatch.setattr(accelerate, "Accelerator", accelerate.Accelerator)
+    monkeypatch.setattr(auto, "_enabled", [])
+    monkeypatch.setattr(auto, "created", [])
+    auto.enable()
+
+
+def trainer_of(folder: Path, kind: type[Any] = transformers.Trainer, **given: Any) -> Any:
+    parallel = {name: given.pop(name) for name in ("parallelism_config",) if name in given}
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1, save_strategy="no",
+        **parallel,
+    )  # fmt: skip
+    arguments = {"model": tiny_model("llama", "ringattn"), "train_dataset": texts(), "data_collator": padded} | given
+    return kind(args=args, **arguments)
+
+
+def test_every_trainer_is_one_over_a_ring(enabled: None, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    assert type(trainer).__name__ == "Trainer" and trainer.ring.world_size == 1 and auto.created == ["Trainer"]
+    trainer.train()
+    with Ring() as ring:
+        explicit = type("Ours", (auto.RingTrainerMixin, transformers.Trainer), {})
+        assert trainer_of(tmp_path, explicit, ring=ring).ring is ring
+    auto.enable()  # again, with the same arguments
+    with pytest.raises(InputError, match="enable was called before, with"):
+        auto.enable(cp_size=2)
+
+
+def test_trainers_that_cannot_be_exact_are_refused(enabled: None, tmp_path: Path) -> None:
+    dpo = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.dpo"})
+    with pytest.raises(UnsupportedError, match="TRL's DPOTrainer computes its loss by comparing"):
+        trainer_of(tmp_path, dpo)
+    with pytest.raises(UnsupportedError, match="cp_size=2 of accelerate's ParallelismConfig"):
+        trainer_of(tmp_path, parallelism_config=RingParallelismConfig(cp_size=2))
+    assert auto.created == []
+
+
+def test_loops_that_cannot_be_exact_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="split_batches would split batches among the ranks"):
+        RingAccelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(InputError, match="1 ranks cannot form rings of 2"):
+        RingAccelerator(cp_size=2, cpu=True)
+    accelerator = RingAccelerator(cpu=True)
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers model"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match=r"Stream is an IterableDataset.*DataLoaderConfiguration\(dispatch_b"):
+        accelerator.prepare(DataLoader(Stream(texts()), batch_size=2, collate_fn=padded))
+    with pytest.raises(UnsupportedError, match="gather_for_metrics of objects"):
+        accelerator.gather_for_metrics(["text"])
+    model = accelerator.prepare(tiny_model("llama", "eager"))
+    assert accelerator.prepare(model) is model and len(model._forward_hooks) == 1
+    with pytest.raises(InputError, match="positional inputs: call the model with keywords"):
+        model(torch.ones(1, 4, dtype=torch.int64))

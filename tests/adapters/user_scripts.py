@@ -1,0 +1,137 @@
+"""Training scripts as users write them, without a line about rings: `user_scripts.py KIND FILE`.
+
+`test_script.py` runs them in plain processes and under `ringattn script`, and compares what they save into FILE.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+from tests.adapters.models import tiny_model
+from tests.adapters.ranks import in_double
+from tests.adapters.trainer import ZLoss, accuracy, likeliest, padded, texts
+
+Result = tuple[Any, dict[str, list[Any]]]
+"""The trained model, and values by name."""
+
+
+def loop(file: str, scheduled_by_processes: bool = False) -> Result:
+    """Train with accelerate: accumulation, clipping, a learning rate that ends at 0, shuffling, and a metric."""
+    loaders = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, dataloader_config=loaders)
+    set_seed(5)
+    model = tiny_model("qwen2", "eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(texts()[:11], batch_size=2, collate_fn=padded, shuffle=True)
+    evaluation = DataLoader(texts()[:7], batch_size=2, collate_fn=padded)
+    if scheduled_by_processes:
+        loader, evaluation = accelerator.prepare(loader, evaluation)
+        updates = -(-2 * len(loader) // 2)
+        scheduler = get_scheduler("linear", optimizer, 0, updates * accelerator.num_processes)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    else:
+        scheduler = get_scheduler("linear", optimizer, 0, -(-2 * len(loader) // 2))
+        prepared = accelerator.prepare(model, optimizer, loader, evaluation, scheduler)
+        model, optimizer, loader, evaluation, scheduler = prepared
+    values: dict[str, list[Any]] = {"losses": [], "rates": [], "counts": []}
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            values["losses"] += accelerator.gather(loss.detach().reshape(1)).tolist()
+            values["rates"] += scheduler.get_last_lr()
+            values["counts"].append(int(accelerator.reduce((batch["labels"] != -100).sum(), "sum")))
+        model.eval()
+        right = []
+        for batch in evaluation:
+            with torch.no_grad():
+                outputs = model(**batch)
+            predicted = outputs.logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:]
+            right.append(accelerator.gather_for_metrics(predicted.sum(1)))
+            losses = accelerator.gather_for_metrics(outputs.loss.repeat(len(predicted)))
+            values["losses"] += losses.tolist()
+        values["counts"] += torch.cat(right).tolist()
+    return model, values
+
+
+def trainer(file: str, kind: type[Trainer] = Trainer, **options: Any) -> Result:
+    """Train and evaluate with Trainer, or a class that overrides its loss."""
+    args = TrainingArguments(
+        output_dir=os.path.dirname(file), per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=4,
+        gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no",
+        disable_tqdm=True, optim="sgd", use_cpu=True, remove_unused_columns=False, **options,
+    )  # fmt: skip
+    host = kind(
+        model=tiny_model("qwen2", "eager"), args=args, train_dataset=texts(), eval_dataset=texts()[:8],
+        data_collator=padded, compute_metrics=accuracy, preprocess_logits_for_metrics=likeliest,
+    )  # fmt: skip
+    host.train()
+    evaluated = host.evaluate()
+    losses = [entry["loss"] for entry in host.state.log_history if "loss" in entry]
+    # With several processes, Trainer's own mean of evaluated losses depends on their number.
+    if args.world_size == 1 or (hasattr(host, "ring") and host._rings()[0] == 1):
+        losses.append(evaluated["eval_loss"])
+    return host.model, {"losses": losses, "counts": [evaluated["eval_accuracy"]]}
+
+
+def sft(file: str) -> Result:
+    """Train packed texts with SFTTrainer, whose model is loaded by its name for attention."""
+    from trl import SFTConfig, SFTTrainer
+
+    from tests.adapters.sft import METRICS, data, tokenizer
+
+    folder = os.path.join(os.path.dirname(file), f"model-{os.environ.get('RANK', '0')}")
+    tiny_model("llama", "eager").save_pretrained(folder)
+    # TRL takes no float64; inside `in_double`, this name stands for it.
+    name = "ringattn" if "WORLD_SIZE" in os.environ else "eager"
+    args = SFTConfig(
+        output_dir=os.path.dirname(file), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, optim="sgd",
+        gradient_accumulation_steps=2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=40, packing=True,
+        lr_scheduler_type="constant", model_init_kwargs={"attn_implementation": name, "dtype": "float32"},
+    )  # fmt: skip
+    host = SFTTrainer(model=folder, args=args, train_dataset=data("text"), processing_class=tokenizer())
+    host.train()
+    logged = [entry for entry in host.state.log_history if "entropy" in entry]
+    counts = [[entry[metric] for metric in METRICS if metric != "loss"] for entry in logged]
+    return host.model, {"losses": [entry["loss"] for entry in logged], "counts": counts}
+
+
+KINDS: dict[str, Callable[[str], Result]] = {
+    "loop": loop,
+    "loop, scheduled by processes": partial(loop, scheduled_by_processes=True),
+    "trainer": trainer,
+    "z-loss": partial(trainer, kind=ZLoss),
+    "sft": sft,
+}
+
+
+def main(kind: str, file: str) -> None:
+    """Train, and save the weights and values of the first rank."""
+    torch.set_num_threads(1)
+    with in_double():
+        model, values = KINDS[kind](file)
+    if os.environ.get("RANK", "0") == "0":
+        weights = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
+        torch.save({"weights": weights, "values": values}, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
