@@ -27,9 +27,10 @@ BACKEND = "aot_eager_decomp_partition"
 
 
 class Cell(NamedTuple):
-    """One combination.
+    """One combination of checkpoint kind, compilation, batches and number of passes.
 
-    `compiled`: where torch.compile is, seen from the checkpoint. `passes`: forward passes before their backward passes.
+    `compiled`: whether torch.compile is applied inside or around the checkpointed region. `passes`: the number of
+    forward passes that precede their backward passes.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class Cell(NamedTuple):
 
     @property
     def reference(self) -> Cell:
-        """The cell that one process computes for comparison."""
+        """The cell that one process computes for comparison, without checkpoints and torch.compile."""
         return self._replace(kind="plain", compiled="none")
 
 
@@ -48,7 +49,7 @@ CELLS = [Cell(*values) for values in product(KINDS, COMPILED, DATA, (1, 2, 3))]
 
 
 def make_batch(data: str, number: int) -> dict[str, Tensor]:
-    """Return batch `number`, of one row. Packed batches have equal numbers of tokens, and different documents."""
+    """Return batch `number`, of one row. Packed batches have equal token counts, but different documents."""
     if data == "packed":
         cuts = [0, 2 + number % 7, 12 + number % 5, 24]
     else:
@@ -61,9 +62,9 @@ def make_batch(data: str, number: int) -> dict[str, Tensor]:
 
 @cache
 def make_model(kind: str, compiled: str) -> tuple[Any, Any, Any]:
-    """Return the model, the callable of a training loop, and the weights to begin with.
+    """Return the model, the callable that a training loop runs (the model or its compiled form), and initial weights.
 
-    Cells share it, because compiling is the most of their work.
+    Cells share them, because compilation takes most of the time.
     """
     torch._dynamo.reset()
     model: Any = tiny_model("llama", "eager", num_hidden_layers=1)
@@ -92,9 +93,10 @@ def loss_of(cell: Cell, ring: Ring | None, number: int) -> Any:
 
 @in_double()
 def run_loop(cell: Cell, ring: Ring | None) -> list[Tensor]:
-    """Return each step's gradients, and the loss of an evaluation between its forward and backward passes.
+    """Return for each step the loss of an evaluation between its forward and backward passes, and the gradients.
 
-    Backward runs the last pass first, under no activation, then under another sequence, then under `activate(None)`.
+    The backward passes run in reverse order: under no activation in step 0, under another sequence in step 1, under
+    `activate(None)` in step 2.
     """
     model, _, start = make_model(cell.kind, cell.compiled)
     model.load_state_dict(start)
@@ -119,7 +121,7 @@ def run_loop(cell: Cell, ring: Ring | None) -> list[Tensor]:
 
 
 def compute_errors(*values: list[Any]) -> list[float]:
-    """Return the largest error of each cell on either rank."""
+    """Return the largest error of each cell over both ranks. `values`: the fields of each cell."""
     cells = [Cell(*value) for value in values]
     tiny_model("llama", "eager")  # imports its module, so that no forked process has to
     references = dict.fromkeys(cell.reference for cell in cells)

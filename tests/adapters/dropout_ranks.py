@@ -1,7 +1,7 @@
-"""GPT-2 and Llama that train with attention dropout, over ranks that are processes, against one process.
+"""GPT-2 and Llama trained with attention dropout, over ranks that are processes, against one process.
 
-The reference attends by the definition, and drops by the Philox of `tests.philox` with the seeds that the calls have.
-Checkpointed layers keep the generator of a process, which ranks that are threads would share.
+The reference computes attention by its definition, and drops weights by `tests.philox` with the same seeds as the ring.
+Ranks are processes because checkpointed layers save and restore the process's generator, which threads would share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "p
 
 
 def build(name: str, attention: str) -> Any:
-    """Return a model in training mode, with attention dropout only."""
+    """Return a model in training mode, whose only dropout is that of attention."""
     if name == "llama":
         return tiny_model("llama", attention, attention_dropout=P)
     config = transformers.GPT2Config(
@@ -43,7 +43,10 @@ def build(name: str, attention: str) -> Any:
 
 
 class KnownDropout:
-    """An attention function of transformers whose calls drop by known seeds, each row by that of its part."""
+    """An attention function for transformers that drops weights by known seeds.
+
+    The seed is derived from the step and the number of the call; in a padded batch each part of `PARTS` has its own.
+    """
 
     def __init__(self, batch: Batch, step: int) -> None:
         self.step, self.call, self.is_padded = step, 0, "attention_mask" in batch
@@ -52,7 +55,7 @@ class KnownDropout:
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0,
         scaling: float | None = None, **others: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """(batch, heads, tokens, dim) to (batch, tokens, heads, dim)."""
+        """Return the output (batch, tokens, heads, dim) for q, k and v (batch, heads, tokens, dim)."""
         seed = seed_from(self.step, self.call)
         self.call += 1
         rows, heads, tokens, dim = q.shape
@@ -77,7 +80,7 @@ def reference_values(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
 
 
 def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
-    """Return the errors of one rank, by case."""
+    """Return the largest error on one rank, by case."""
     torch.manual_seed(number)  # ranks' generators are their own
     errors = []
     with Ring(timeout_s=60.0) as ring, in_double():  # no mode reaches what is computed again
@@ -90,7 +93,7 @@ def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
 
 
 def compute_errors() -> list[list[float]]:
-    """Return the errors on the first of 2 ranks and of 4, by case."""
+    """Return the errors on rank 0, by number of ranks (2 and 4) and case."""
     for name in ("gpt2", "llama"):
         build(name, "eager")  # imported here, so that no process that is forked has to
     (expected,) = forked(

@@ -1,4 +1,4 @@
-"""Folders of packages in other versions, for the front of the path; created once and kept in build/environments."""
+"""Folders of packages in other versions, to be put first on PYTHONPATH; created once, kept in build/environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _UNREACHABLE = "connection", "temporary failure", "timed out", "name or service 
 
 
 def environment(*requirements: str) -> Path:
-    """Return a folder of these packages without their requirements. Skips the test if no package index is reached."""
+    """Return a folder with these packages, without their dependencies, which pip installs if the folder does not exist.
+
+    Skips the test if no package index can be reached.
+    """
     folder = KEPT / "-".join([requirements[0].replace("==", "-"), sha256(repr(requirements).encode()).hexdigest()[:8]])
     if folder.exists():
         return folder

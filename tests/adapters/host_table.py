@@ -2,8 +2,8 @@
 
 `make hosts` runs all versions, which takes half an hour. `python -m tests.adapters.host_table NAME...` runs some of
 them (`transformers-5.24.0`, `diffusers-0.41.0`), and without a match only writes the page again. Each version is
-installed in a separate folder of `build/environments`, next to the packages of the tests. A version that cannot be
-installed or imported keeps its former results, and is named with the reason.
+installed in a separate folder of `build/environments`, next to the packages of the tests. If a version cannot be
+installed or imported, its former results stay in the table, and the version and the reason are printed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Results = dict[str, dict[str, Verdict]]
 
 @dataclass
 class Table:
-    """The results of all versions. `passed`: the number of tests of each other host's version, all of which passed."""
+    """The results of all versions. `passed`: the number of passed tests for each version of the hosts in `OTHERS`."""
 
     transformers: Results
     passed: dict[str, int]
@@ -55,14 +55,20 @@ class Table:
         PAGE.write_text(page(self), encoding="utf-8")
 
     def measure(self, version: str) -> str:
-        """Run a version of transformers; return its counts. Raises `AssertionError` if it cannot run."""
+        """Run all cells with a version of transformers. Return the number of cells by outcome, as text.
+
+        Raises `AssertionError` if the version cannot run.
+        """
         with tempfile.TemporaryDirectory() as folder:
             self.transformers[version] = cells(version, Path(folder))
         outcomes = [outcome(verdict) for verdict in self.transformers[version].values()]
         return ", ".join(f"{outcomes.count(kind)} {kind}" for kind in (EXACT, REFUSED, WRONG) if kind in outcomes)
 
     def measure_other(self, name: str) -> str:
-        """Run the tests of another host's version; return their number. Raises `AssertionError` if any fails."""
+        """Run the tests of another host with this version. Return pytest's last line.
+
+        Raises `AssertionError` if a test fails.
+        """
         path = os.pathsep.join([str(environment(name.replace("-", "=="))), str(ROOT)])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
         done = subprocess.run(
@@ -83,7 +89,7 @@ def outcome(verdict: Verdict) -> str:
 
 
 def read() -> Table:
-    """Return the written data, or an empty table if nothing was written."""
+    """Return the table that was written before, or an empty table if there is none."""
     return Table(**json.loads(DATA.read_text(encoding="utf-8"))) if DATA.exists() else Table({}, {})
 
 
@@ -121,7 +127,7 @@ versions, all tests of the host's adapter passed:
 
 
 def page(written: Table) -> str:
-    """Return the page of these results."""
+    """Return the text of docs/host-versions.md for these results."""
     results = written.transformers
     versions = list(results)
     features = list(next(iter(results.values()), {}))
@@ -162,19 +168,19 @@ def page(written: Table) -> str:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Return a table whose first row is its head."""
+    """Return a Markdown table whose header is the first row."""
     head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|---" * len(rows[0]) + "|", *rest])
 
 
 def first_sentence(refusal: str, version: str) -> str:
-    """Return the part of a refusal before its advice, without the version, so that equal reasons are one row."""
+    """Return the part of a refusal before its advice, without the version, so that equal reasons share a row."""
     start = refusal.removeprefix("rank 0: ").split("; ")[0].split(": prepare the model")[0]
     return start.split(": transformers.")[0].replace(version, "…").replace("|", "\\|")
 
 
 def span(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return names as ranges of `every`: "4.57.6", "5.0.0 to 5.4.0", or "all"."""
+    """Return names as text, in ranges of consecutive names in `every`: "4.57.6", "5.0.0 to 5.4.0", or "all"."""
     if len(names) == len(every):
         return "all"
     runs: list[list[str]] = []
@@ -187,7 +193,7 @@ def span(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the versions that are named, or all. Return 1 if a result is wrong or a version could not run."""
+    """Run the versions named in `arguments`, or all. Return 1 if a result is wrong or a version could not run."""
     table, skipped = read(), []
     runs: dict[str, Callable[[], str]] = {
         f"transformers-{version}": partial(table.measure, version) for version in VERSIONS

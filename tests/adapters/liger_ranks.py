@@ -1,7 +1,7 @@
 """Liger's own kernels in a Llama over two ranks (threads) against one process without Liger, on the CPU.
 
-For a process with liger-kernel importable and TRITON_INTERPRET=1. Triton's interpreter needs three settings that its
-compiler does not.
+Run it in a process in which liger-kernel can be imported and TRITON_INTERPRET=1 is set. Triton's interpreter needs
+three patches (`as_compiled`) to run these kernels as its compiler does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ DOCUMENTS = torch.block_diag(*(torch.ones(count, count).tril() for count in (4, 
 
 
 def as_compiled() -> None:
-    """Floats of a launch are float32 scalars, CUDA's rsqrt is the language's, and one launch runs at a time."""
+    """Patch Triton's interpreter to run Liger's kernels as the compiler does.
+
+    Float arguments of a launch become float32 scalars, `libdevice.rsqrt` becomes `tl.rsqrt`, and a lock lets one launch
+    run at a time, because the ranks are threads.
+    """
     convert, run, lock = interpreter._implicit_cvt, interpreter.GridExecutor.__call__, threading.Lock()
 
     def with_floats(arg: Any) -> Any:
@@ -55,13 +59,13 @@ def as_compiled() -> None:
 
 
 def result(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """The loss and the gradients of all parameters."""
+    """Run backward from `loss`. Return the loss and the gradients of all parameters."""
     loss.backward()
     return {"loss": loss.detach().clone(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
 def compute_errors() -> dict[str, Any]:
-    """Return the largest error of each batch, and which of the model's functions are Liger's."""
+    """Return the largest error of each batch, and the names of the model's functions that Liger replaced."""
     as_compiled()
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -71,7 +75,7 @@ def compute_errors() -> dict[str, Any]:
     for name, batch in BATCHES.items():
         model = copy.deepcopy(plain)
         truths[name] = result(model, model(**batch, **masks[name]).loss)
-    # From here on every Llama of this process has Liger's rotary positions.
+    # From here on every Llama of this process uses Liger's rotary embedding.
     apply_liger_kernel_to_llama(rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True, model=plain)
     layer = plain.model.layers[0]
     changed = (plain.forward, plain.model.norm.forward, layer.mlp.forward, modeling_llama.apply_rotary_pos_emb)
@@ -85,7 +89,7 @@ def compute_errors() -> dict[str, Any]:
         seq, shards = shard_batch(ring, batch, model=model)
         with ring.activate(seq):
             out = model(**shards, num_items_in_batch=labels, return_token_accuracy=True)
-        # The fused loss makes no logits, and the accuracy of one rank's tokens is left out.
+        # The fused loss computes no logits. The adapter removes the token accuracy, which covers only local tokens.
         assert out.logits is None and out.token_accuracy is None
         actual = result(model, out.loss)
         ring.all_reduce(list(actual.values()))

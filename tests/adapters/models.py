@@ -65,17 +65,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(name: str, attention: str, **options: Any) -> Any:
     """Return a causal language model with the same random float64 weights for every `attention`, in training mode.
 
-    Weights are drawn wide, so that attention is far from uniform and every parameter matters.
+    The weights have a large variance, so that attention is far from uniform and every parameter matters.
     """
     kind, differs = (MODELS | REFUSED)[name]
     config = AutoConfig.for_model(kind, **{**_SMALL, **differs, **options})
-    # The grouped experts take no float64; transformers 4.57 has no others than the eager ones.
+    # The grouped implementation of experts does not support float64. transformers 4.57 has only the eager one.
     eager = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
     return filled(AutoModelForCausalLM.from_config(config, attn_implementation=attention, **eager))
 
 
 def filled(model: Any) -> Any:
-    """Return the model with random float64 weights that depend only on their shapes and order."""
+    """Fill the model with random float64 weights that depend only on their shapes and order. Return the model."""
     model = model.double().train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def with_lora(model: Any) -> Any:
 
 
 def bert_config(**options: Any) -> BertConfig:
-    """A small encoder without dropout."""
+    """Return the configuration of a small encoder without dropout."""
     return BertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
@@ -106,7 +106,7 @@ def bert_config(**options: Any) -> BertConfig:
 
 
 def build_model(of: str, config: str, **options: Any) -> Any:
-    """Build a transformers model from the names of its class and of its configuration."""
+    """Build a transformers model from the names of its class and of its configuration's class."""
     return filled(getattr(transformers, of)(getattr(transformers, config)(**options)))
 
 
@@ -115,7 +115,7 @@ ROTARY_TOKENS = 16
 
 
 def rotary(kind: str) -> Any:
-    """Phi-3 with longrope, or Llama with dynamic: their frequencies depend on the length."""
+    """Return Phi-3 for kind "longrope", Llama for "dynamic". Their rotary frequencies depend on the sequence length."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0}
     if kind == "dynamic":
         rope |= {"factor": 4.0}
@@ -127,7 +127,7 @@ def rotary(kind: str) -> Any:
 
 
 def rope_options(rope: dict[str, Any]) -> dict[str, Any]:
-    """The option of a configuration, which 4.57 spells differently."""
+    """Return the options of a configuration for these RoPE parameters, which transformers 4.57 spells differently."""
     if hasattr(transformers.LlamaConfig(), "rope_parameters"):
         return {"rope_parameters": rope}
     kept = {k: v for k, v in rope.items() if k in ("factor", "short_factor", "long_factor")}

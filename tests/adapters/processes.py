@@ -1,6 +1,6 @@
-"""Ranks that are processes forked from this one, functions in a new Python process, and the largest error of values.
+"""Helpers that fork ranks, call a function in a new Python process, or return the largest error of values.
 
-What is imported before forking is imported once. A process that has started threads must not fork.
+Forked processes share the modules that this process has imported. A process that has started threads must not fork.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def forked(*functions: Callable[[], Any]) -> list[Any]:
-    """Return the value of each function, each called in a child process, all at once. Exits unless all succeed."""
+    """Call each function in a child process, all in parallel, and return their values. Exits unless all succeed."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.pt" for number in range(len(functions))]
         pids = []
@@ -48,7 +48,10 @@ def forked(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
-    """Return what `rank(number)` returns on each of `count` processes; they find each other as those of torchrun do."""
+    """Fork `count` processes and return the value of `rank(number)` on each of them.
+
+    Their environment variables are those that torchrun sets, so that they find each other through a TCPStore.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -62,13 +65,13 @@ def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
 
 
 def call_in_program(entry: str, *arguments: Any, timeout_s: float = 280.0, **env: str) -> Any:
-    """Return what a function of a test module returns in a new Python process, in which torch has one thread.
+    """Call a function of a test module in a new Python process, in which torch has one thread, and return its value.
 
     Args:
         entry: The function, as "module:function".
-        arguments: Its arguments. They and its value are passed as JSON.
+        arguments: Arguments of the function. The arguments and the returned value are passed as JSON.
         timeout_s: Seconds after which the process is killed.
-        env: More environment variables.
+        env: Additional environment variables.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "value.json"
@@ -78,7 +81,7 @@ def call_in_program(entry: str, *arguments: Any, timeout_s: float = 280.0, **env
 
 
 def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, **env: str) -> None:
-    """Run `python ARGUMENTS` in `folder`. Raises AssertionError if it fails. `env`: more environment variables."""
+    """Run `python ARGUMENTS` in `folder`. Raises AssertionError if it fails. `env`: extra environment variables."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     ended = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s
@@ -87,14 +90,14 @@ def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, 
 
 
 def whole(x: Tensor) -> Tensor:
-    """A copy of a tensor; of a DTensor that of all its parts."""
+    """Return a copy of a tensor, or the full tensor of a DTensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x.clone()
 
 
 def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:
     """Return the largest difference of a value from its reference, relative to the reference's largest number.
 
-    `floor`: references are taken to be at least this large. A NaN in any value is infinitely far off.
+    `floor`: the smallest denominator of the relative error. Returns infinity if a value contains a NaN.
     """
     worst = 0.0
     for value, reference in pairs:
@@ -106,7 +109,7 @@ def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> f
 
 
 def main(file: str, entry: str, arguments: str) -> None:
-    """Call the function and write its value into the file."""
+    """Call the function `entry` with arguments from JSON, and write its value into the file as JSON."""
     torch.set_num_threads(1)
     module, _, name = entry.partition(":")
     value = getattr(import_module(module), name)(*json.loads(arguments))

@@ -38,7 +38,7 @@ Batch = dict[str, Tensor]
 
 
 class InDouble(TorchFunctionMode):
-    """A mode in which every request for float32 gives float64."""
+    """A torch function mode that replaces float32 by float64 in the arguments of every call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = {torch.float32: torch.float64}
@@ -51,7 +51,7 @@ class InDouble(TorchFunctionMode):
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Patch torch like `InDouble`, for layers that backward recomputes, where modes are not active."""
+    """Patch torch with the effect of `InDouble`, for layers that backward recomputes: no mode is active there."""
     replaced = torch.float32, Tensor.float
     torch.float32 = torch.float = torch.float64  # type: ignore[misc, assignment]
     Tensor.float = Tensor.double  # type: ignore[assignment, method-assign]
@@ -63,12 +63,15 @@ def in_double() -> Iterator[None]:
 
 
 def restarting(documents: list[int]) -> Tensor:
-    """Positions that count from 0 in every document, (1, tokens)."""
+    """Return positions that count from 0 in every document, (1, tokens)."""
     return torch.cat([torch.arange(stop - start) for start, stop in pairwise(documents)])[None]
 
 
 def batches() -> dict[str, Batch]:
-    """Two plain rows, a row of packed documents, and rows with padding before, after and on both sides."""
+    """Return three batches by name: plain rows, a row of packed documents, and padded rows.
+
+    Of the padded rows, one is padded on the left, one on the right, one on both sides, and one not at all.
+    """
     tokens = torch.randint(3, 64, (4, TOKENS), generator=torch.Generator().manual_seed(1))
     packed = tokens[:1].clone()
     packed[:, DOCUMENTS[:-1]] = -100
@@ -87,7 +90,7 @@ ROW = batches()["plain"]["input_ids"][:1]
 
 
 def labels_of(batch: Mapping[str, Tensor]) -> int:
-    """Return the number of labels that count."""
+    """Return the number of labels that enter the loss: not the first of a row, nor ignored ones (-100)."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 
@@ -115,14 +118,14 @@ def refused(call: Callable[[Sequence], Any], match: str, error: type[Exception] 
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """Return every parameter's gradient, or zeros if it has none."""
+    """Run backward from `loss`. Return every parameter's gradient, zeros for a parameter without one."""
     model.zero_grad()
     loss.backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 def summed_gradients(ring: Ring, model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """Return every parameter's gradient, summed over the ranks."""
+    """Run backward from `loss`. Return every parameter's gradient, summed over the ranks."""
     grads = gradients(model, loss)
     ring.all_reduce(list(grads.values()))
     return grads
@@ -131,7 +134,10 @@ def summed_gradients(ring: Ring, model: Any, loss: Tensor) -> dict[str, Tensor]:
 def step(
     model: Any, inputs: Mapping[str, Any], labels: int, seq: Sequence | None = None, dropout_seed: int | None = None
 ) -> dict[str, Tensor]:
-    """Return whole logits, the loss over `labels` and all gradients. `seq`: the sequence, if the inputs are a shard."""
+    """Return the logits of all tokens, the loss and all gradients.
+
+    `labels`: the number of labels, by which the loss is divided. `seq`: the sequence, if the inputs are a shard.
+    """
     with nullcontext() if seq is None else seq.ring.activate(seq, dropout_seed=dropout_seed):
         out = model(**inputs, num_items_in_batch=labels)
     if dropout_seed is not None:
@@ -157,9 +163,10 @@ def over_ranks(
     ring: Ring, model: Any, whole: Mapping[str, Any], true: Mapping[str, Tensor], layout: str = "zigzag",
     dropout_seed: int | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest error of a step over ranks, relative to the largest number of its tensor, or to 1.
+    """Return the largest error of a step over ranks against the values `true` of one process.
 
-    Logits of padded tokens are not compared.
+    Each error is relative to the largest number of the tensor in `true`, or to 1 if that is larger. Logits of padded
+    tokens are not compared.
     """
     seq, shards = shard_batch(ring, whole, layout=layout, model=model)
     actual, mask = step(model, shards, labels_of(whole), seq, dropout_seed), whole.get("attention_mask")
@@ -173,7 +180,10 @@ def far_from_one(
     make: Callable[[], Any], whole: Mapping[str, Tensor], *, train: Callable[[Any], Any] = lambda model: model,
     layout: str = "zigzag", ranks: int = 2,
 ) -> float:  # fmt: skip
-    """Return the error of `over_ranks`. `whole`: the batch, with labels. `train`: applied to both models first."""
+    """Return the largest error of a step over ranks against one process, as `over_ranks` defines it.
+
+    `whole`: the batch, with labels. `train`: prepares both models for training, for example adds LoRA.
+    """
     with InDouble():
         true = one_process(train(make()), whole)
 
@@ -185,7 +195,7 @@ def far_from_one(
 
 
 def logits(out: Any) -> Tensor:
-    """Return the first output."""
+    """Return the first output of a model, its logits or hidden states."""
     first: Tensor = out[0]
     return first
 
@@ -226,10 +236,13 @@ def far_off(
 def gradient_error(
     make: Callable[[], Any], alone: Callable[[Any], Tensor], over_ring: Callable[[Ring, Any], Tensor]
 ) -> float:
-    """Return the largest error of a gradient over two ranks, relative to that parameter's largest or 0.001 of all.
+    """Return the largest error of a gradient over two ranks against one process.
+
+    Each error is relative to the parameter's largest gradient, or to 0.001 of the largest gradient of all parameters
+    if that is larger.
 
     Args:
-        make: The model, which attends locally.
+        make: Returns a new model, which attends locally.
         alone: Returns the loss of a model on one process.
         over_ring: Returns this rank's part of the loss, given a ring and a model.
     """
@@ -251,8 +264,8 @@ def gradient_error(
 def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[int]) -> float:
     """Return the largest relative error of logits and gradients of a compiled model over two ranks.
 
-    The reference is not compiled, and gets one document at a time. `make`: makes the model for an attention
-    implementation. `row`: (1, tokens).
+    The reference is not compiled, and runs each document separately. `make`: returns a model with the given attention
+    implementation. `row`: token ids, (1, tokens).
     """
     alone = make("sdpa")
     reference = torch.cat([alone(input_ids=row[:, a:b]).logits for a, b in pairwise(documents)], 1)
@@ -276,16 +289,16 @@ SHARDED_STEPS = 2
 
 
 def far_off_sharded(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: tuple[str, ...] = ()) -> float:
-    """Return the largest relative error of losses, gradients and weights of two steps over two processes.
+    """Return the largest relative error of losses, gradients and weights after two steps with FSDP2 over two processes.
 
-    They are forked from this process, which must not have started threads. `whole`: the batch, with labels. `parts`:
-    submodules to shard in addition to layers.
+    The processes are forked from the caller, which must not have started threads. `whole`: the batch, with labels.
+    `parts`: submodules to shard in addition to the layers.
     """
     return float(forked_ranks(2, partial(_sharded_rank, make, whole, parts))[0])
 
 
 def _sharded_rank(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: tuple[str, ...], number: int) -> float:
-    """Return the largest error of this process against one process."""
+    """Return the largest error of rank `number` against one process that has the whole batch and weights."""
     labels = labels_of(whole)
     dist.init_process_group("gloo")
     with in_double():
@@ -312,7 +325,7 @@ def _sharded_rank(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: t
 
 
 def _steps(model: Any, loss_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """Return the losses of all steps, the gradients of the first, and the final weights, all whole."""
+    """Return the losses of all steps, the gradients of the first step, and the final weights, gathered from shards."""
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, values = torch.optim.SGD(learned.values(), lr=1e-2), {}
     for step in range(SHARDED_STEPS):

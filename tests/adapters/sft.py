@@ -73,7 +73,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word for each of 64 tokens: w0, w1, ..."""
+    """Return a tokenizer whose vocabulary is the 64 words w0, w1, ..., w63."""
     vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w3"))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -82,7 +82,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def data(kind: str) -> Dataset:
-    """Return fourteen texts of different lengths."""
+    """Return fourteen texts, completions or conversations of different lengths."""
     generator = torch.Generator().manual_seed(3)
 
     def random_words(count: int) -> str:
@@ -103,7 +103,10 @@ def data(kind: str) -> Dataset:
 
 
 def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[list[float]]]:
-    """Return the weights after three steps, and the logged metrics of each step and of an evaluation."""
+    """Train `case` for three steps, on one process if `ring` is None.
+
+    Return the trained weights, and the logged metrics of each step and of an evaluation.
+    """
     kind, differs = CASES[case]
     if ring is None:
         differs = {name: x for name, x in differs.items() if name not in OVER_RANKS}
@@ -140,7 +143,7 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
 
 
 def rank(folder: str, expected: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return how far one of two processes is from one process, by case."""
+    """Return for each case the largest error of the weights on rank `number`, and the metrics next to the expected."""
     results: dict[str, Any] = {}
     with Ring(timeout_s=60.0) as ring, in_double():
         for case, (theirs, truly) in expected.items():
@@ -165,7 +168,11 @@ def train_errors(folder: str, *cases: str) -> dict[str, Any]:
 
 @in_double()
 def adapters(folder: str) -> dict[str, Any]:
-    """Return the results of PeftModels prepared before and after PEFT, on threads, and of adapters saved by a ring."""
+    """Compare PeftModels over two ranks (threads), prepared before and after PEFT, with one process.
+
+    Return the errors by kind of adapter and order, the difference between adapters that a ring and a single process
+    saved, and the refusals.
+    """
     answers: dict[str, Any] = {"off by": {}, "saved": 0.0}
     tokens = torch.randint(3, 64, (2, 27), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
@@ -207,7 +214,7 @@ def adapters(folder: str) -> dict[str, Any]:
 
 
 def other_adapters(tokens: list[int]) -> dict[str, Any]:
-    """Return the other supported kinds; one of them trains these tokens."""
+    """Return the configurations of the supported adapters other than LoRA. `tokens`: those that one of them trains."""
     to = {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
     return {
         "IA3": peft.IA3Config(**to, feedforward_modules=["up_proj"], init_ia3_weights=False),
@@ -221,7 +228,7 @@ def other_adapters(tokens: list[int]) -> dict[str, Any]:
 
 
 def refused(batch: dict[str, Tensor]) -> dict[str, str]:
-    """Return the refusals of adapters that use more than one token."""
+    """Return the refusals of adapters that a ring does not support, from `prepare` and from a call over two ranks."""
     to = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     lora = peft.LoraConfig(**to)
     configs = {
@@ -253,7 +260,7 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
 
 
 def modes(folder: str) -> dict[str, float]:
-    """Return the error of a model with LoRA against one process, by mode of the table of hosts."""
+    """Return the error of a model with LoRA against one process, by mode (a column of the table of hosts)."""
     trainers = ("packed, LoRA", "packed, LoRA by configuration")
     trained = plain_trainer.compute_errors(folder, RANKS, list(trainers))
     errors = {name: max(trained[name]["weights"].values()) for name in trainers}
@@ -270,7 +277,7 @@ def modes(folder: str) -> dict[str, float]:
 
 
 def compute_errors(folder: str) -> dict[str, Any]:
-    """Return the errors of every case, kind of adapter and mode."""
+    """Return the errors of every SFTTrainer case, every kind of adapter and every mode."""
     trained = train_errors(folder, *CASES)
     (answers,) = forked(partial(adapters, folder))
     return {"sft": trained, "adapters": answers, "modes": modes(folder)}

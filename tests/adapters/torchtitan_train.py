@@ -1,8 +1,8 @@
 """torchtitan's own Trainer on a machine without a GPU: ten steps of a tiny Llama 3 for each of the cases.
 
-torchrun starts it, with the names of cases and a file: rank 0 writes there, as JSON, the loss and the norm of the
-gradients of each step. What torchtitan imports and this machine lacks is stood in for: the device, and packages that
-load data and draw curves. Model, sharding, checkpointing, loss, optimizer and steps are torchtitan's.
+torchrun starts it with a file and the names of cases. Rank 0 writes the loss and the gradient norm of each step into
+the file, as JSON. Stand-ins replace what torchtitan imports and the machine lacks: the GPU, and packages that load data
+and draw curves. Model, sharding, checkpointing, loss, optimizer and steps are torchtitan's.
 """
 
 # ruff: noqa: E402  (stand-ins come before what imports them)
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Device(ModuleType):
-    """torch.cpu, with the additional attributes of torch.cuda that torchtitan uses."""
+    """torch.cpu with the additional attributes of torch.cuda that torchtitan uses."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -95,8 +95,8 @@ from torchtitan.trainer import Trainer
 from ringattn.adapters.torchtitan import RingAttention, RingTrainerMixin
 
 if torch.__version__ < "2.14":
-    # fully_shard does not read spmd_types' marks of weights yet, and refuses weights that are no DTensors. Without
-    # tensor parallelism all weights are whole on every rank, which a mesh of all ranks says too.
+    # This fully_shard does not read spmd_types' annotations of weights yet, and refuses weights that are not DTensors.
+    # Without tensor parallelism all weights are replicated, so a mesh of all ranks describes them as well.
     parallelize.resolve_fsdp_mesh = lambda dims: (
         init_device_mesh("cpu", (dims.world_size,), mesh_dim_names=("fsdp",)), None
     )  # fmt: skip
@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Dense(ScaledDotProductAttention):
-    """torch's attention with a mask that the batch brings: (batch, 1, tokens, tokens), True where a key is met."""
+    """torch's attention with a mask from the batch, (batch, 1, tokens, tokens): True if a query attends to a key."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
@@ -176,7 +176,7 @@ class Tokenizer(BaseTokenizer):
 
 
 class Metrics(MetricsProcessor):
-    """torchtitan's, which also keeps the loss and the norm of the gradients of every step."""
+    """torchtitan's metrics processor, which also keeps the loss and the gradient norm of every step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -194,7 +194,7 @@ class RingTrainer(RingTrainerMixin, Trainer):
 
 
 class DenseTrainer(Trainer):
-    """One process that attends densely within each document."""
+    """A Trainer for one process with dense attention. Its mask keeps attention within each document."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -208,7 +208,7 @@ class DenseTrainer(Trainer):
 
 
 def model(inner: Any) -> Llama3Model.Config:
-    """Return a Llama 3 of two layers."""
+    """Return the configuration of a Llama 3 of two layers. `inner`: the configuration of its attention."""
     rope = ComplexRoPE.Config(dim=DIM // HEADS, max_seq_len=TOKENS, theta=10000, scaling="none")
     layers = _build_llama3_layers(
         n_layers=2, dim=DIM, n_heads=HEADS, n_kv_heads=2, hidden_dim=48, rope=rope, attn_backend="flex"
@@ -227,7 +227,10 @@ def model(inner: Any) -> Llama3Model.Config:
 
 @torch.no_grad()
 def fill(part: torch.nn.Module) -> None:
-    """Fill the weights equally for any number of ranks. Random shards on a CPU would depend on that number."""
+    """Fill the weights with the same values for any number of ranks.
+
+    Values drawn for each shard on a CPU would depend on the number of ranks.
+    """
     for name, weight in sorted((n.replace("_checkpoint_wrapped_module.", ""), w) for n, w in part.named_parameters()):
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         whole = torch.randn(weight.shape, generator=generator) * 0.1 + ("norm" in name)
@@ -245,7 +248,7 @@ def trained(
     checkpointing: Any = SelectiveAC.Config(),  # noqa: B008
     backend: str = "spmd_types",
 ) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each of ten steps, over all ranks."""
+    """Train for ten steps. Return the loss and the gradient norm of each step, over all ranks."""
     attention = {"ring": RingAttention, "dense": Dense, "torchtitan": ScaledDotProductAttention}[inner]
     trainer = {"ring": RingTrainer, "dense": DenseTrainer, "torchtitan": Trainer}[inner]
     spec = ModelSpec("llama3", "tiny", model(attention.Config()), parallelize_llama, None, None, None)
@@ -279,7 +282,7 @@ def trained(
 
 
 def main() -> None:
-    """Run the cases that the arguments name; the first argument is the file to write."""
+    """Run the cases named by the command line. Its first argument is the file to write, the others are the cases."""
     torch.set_num_threads(1)
     file = Path(sys.argv[1])
     results = {name: trained(file.parent, **CASES[name]) for name in sys.argv[2:]}

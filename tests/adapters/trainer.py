@@ -1,6 +1,7 @@
-"""transformers' Trainer over processes, against the same in one process, in float64.
+"""transformers' Trainer over processes, compared with the same training in one process, in float64.
 
-A ring of two ranks, then two rings of two ranks. Losses of users run by both routes: the mixin and the configuration.
+Two processes form one ring, four processes two rings. User-defined losses run with the mixin (`RingTrainerMixin`) and
+with the configuration (`RingParallelismConfig`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ BY_CONFIGURATION = "by configuration"
 
 
 class RingTrainer(RingTrainerMixin, Trainer):
-    """Trainer over a ring."""
+    """transformers' Trainer over a ring."""
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
-    """Texts without a length."""
+    """An iterable data set without a length."""
 
     def __init__(self, texts: list[dict[str, list[int]]]) -> None:
         self.texts = texts
@@ -55,7 +56,7 @@ def texts() -> list[dict[str, list[int]]]:
 
 
 def equal_texts() -> list[dict[str, list[int]]]:
-    """Return six texts of one length, so that means of texts are means of labels."""
+    """Return six texts of equal length, so that a mean over texts equals a mean over labels."""
     return [{"input_ids": row["input_ids"][:9]} for row in texts()[:6]]
 
 
@@ -81,7 +82,7 @@ def unpadded(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def real(inputs: dict[str, Tensor]) -> Tensor:
-    """Return which positions predict a label, (rows, tokens)."""
+    """Return a mask of the positions that predict a label, (rows, tokens)."""
     labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     return labels != -100
 
@@ -90,7 +91,7 @@ def real(inputs: dict[str, Tensor]) -> Tensor:
 
 
 def accuracy(evaluation: EvalPrediction) -> dict[str, float]:
-    """Return the share of labels that the model predicts."""
+    """Return the fraction of labels that the model predicts correctly."""
     predicted, labels = evaluation.predictions[:, :-1], evaluation.label_ids[:, 1:]
     return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
@@ -101,20 +102,23 @@ def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def sum_of_squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """Compute a loss over all labels of a step. A mean of each batch would differ between one ring and two."""
+    """Return this batch's part of a loss whose divisor is the label count of the whole step.
+
+    A mean over each batch would differ between one ring and two.
+    """
     losses = cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], ignore_index=-100, reduction="none")
     return (losses + 0.1 * losses**2).sum() / num_items_in_batch
 
 
 class Forwards(Trainer):
-    """Changes nothing."""
+    """A Trainer whose `compute_loss` only calls that of its base class."""
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         return super().compute_loss(*args, **options)
 
 
 class AddsTerm(Trainer):
-    """Adds a term to Trainer's loss."""
+    """A Trainer that adds a term to the loss."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -138,7 +142,7 @@ class ZLoss(AddsTerm):
 
 
 class Distilled(AddsTerm):
-    """Its teacher is no prepared model and sees whole texts, before and after the student."""
+    """Distillation from a teacher that is not prepared for a ring and gets whole texts."""
 
     def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
         teacher = tiny_model("qwen2", "sdpa")
@@ -150,7 +154,7 @@ class Distilled(AddsTerm):
 
 
 class Twice(AddsTerm):
-    """Two calls of the model for one loss."""
+    """A loss that needs two calls of the model."""
 
     def before(self, model: Any, inputs: Any) -> Tensor:
         flipped = {"input_ids": inputs["input_ids"].flip(0), "attention_mask": inputs["attention_mask"].flip(0)}
@@ -162,7 +166,7 @@ class Twice(AddsTerm):
 
 
 class Hidden(Trainer):
-    """Hidden states and weights, and the loss of one batch, squared; the number of labels is not handed on."""
+    """A loss from the model's squared loss, hidden states and weights. It ignores the number of labels of the step."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
         outputs = model(**inputs, output_hidden_states=True)
@@ -172,7 +176,7 @@ class Hidden(Trainer):
 
 
 class Calls(TrainerCallback):
-    """Calls the model with whole texts at the end of each step."""
+    """A callback that calls the model with a whole text at the end of each step."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -183,7 +187,7 @@ class Calls(TrainerCallback):
 
 @torch.no_grad()
 def called(model: Any) -> list[float]:
-    """Return the logits of a text, and the tokens that the model generates after it, on every rank."""
+    """Call the model with a whole text, without the ring. Return the logits, and the prompt with generated tokens."""
     model.eval()
     prompt = torch.tensor([[5, 9, 33, 12]])
     with local_attention():
@@ -248,9 +252,10 @@ CASES = {
 
 
 def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict[str, Any]]:
-    """Return the Trainer's class, its TrainingArguments and its other arguments; for one process if `rings` is 0.
+    """Return the Trainer's class, its TrainingArguments and its other arguments.
 
-    The last batch of an epoch and of an evaluation is not full, except where texts are packed.
+    `rings`: the number of rings, or 0 for the reference in one process. The last batch of an epoch and of an evaluation
+    is not full, unless texts are packed.
     """
     name, kind = case.removesuffix(BY_CONFIGURATION).rstrip(), Trainer
     args: dict[str, Any] = {
@@ -316,7 +321,7 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
 
 @in_double()
 def trained(folder: str, case: str, rings: int = 0) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
-    """Return the weights after a few steps, the losses of all steps and evaluations, and other counted values."""
+    """Train `case`. Return the final weights, the losses of all steps and evaluations, and other values to compare."""
     kind, options, data = settings(case, rings)
     args = TrainingArguments(output_dir=folder, **options)
     if args.fsdp:
@@ -332,7 +337,7 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
     """Train, and return what `trained` returns."""
     trainer.train()
     if trainer.args.fsdp:
-        # A call of `Calls` leaves the weights whole that FSDP2 gathers for the model itself.
+        # Some weights are not DTensors: `Calls` leaves those gathered that FSDP2 shards in the model's root group.
         assert any(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     weights = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -359,16 +364,16 @@ def as_on_accelerators() -> None:
 
 
 def unlabeled(trainer: Trainer) -> float:
-    """Return the standard deviation of the logits of texts without labels."""
+    """Return the standard deviation of the logits that `predict` returns for texts without labels."""
     trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
     trainer.data_collator = lambda rows: {name: x for name, x in padded(rows).items() if name == "input_ids"}
     return float(trainer.predict(equal_texts()[:2]).predictions.std())
 
 
 def compute_errors(folder: str, world_size: int, cases: list[str]) -> dict[str, Any]:
-    """Return how far the weights and losses on the last of several processes are from those of one, by case.
+    """Return the errors of the weights, and the losses and counts with those expected, by case.
 
-    All are forked from this process.
+    They are those of the last of `world_size` processes against a single process. All are forked from this process.
     """
     tiny_model("qwen2", "eager")  # imported here, so that no forked process has to
     (expected,) = forked(lambda: {case: trained(folder, case) for case in cases})
@@ -377,7 +382,7 @@ def compute_errors(folder: str, world_size: int, cases: list[str]) -> dict[str, 
 
 
 def rank(folder: str, world_size: int, expected: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the errors on one of several processes."""
+    """Return the errors of the weights on one rank, and its losses and counts with the expected ones, by case."""
     errors = {}
     for case, (expected_weights, true_losses, truly_counted) in expected.items():
         weights, losses, counted = trained(folder, case, rings=world_size // 2)

@@ -1,7 +1,7 @@
 """Results of one version of transformers over two ranks.
 
-Runs in a process with that version first on the path, see tests.adapters.versions. Each cell is the worst error against
-one process, in float64 throughout, or the text of the refusal.
+The module runs in a process with that version first on PYTHONPATH, see tests.adapters.versions. Each cell is the
+largest error against one process, computed in float64, or the text of the refusal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN, PACKED, PADDED = batches().values()
 
 
 def flattened() -> dict[str, Any]:
-    """The same documents as the host's collator packs them, with their cumulative lengths."""
+    """Return the documents of `PACKED` as transformers' collator packs them, with their cumulative lengths."""
     row = batches()["packed"]["input_ids"][0].tolist()
     texts = [{"input_ids": row[start:stop]} for start, stop in pairwise(DOCUMENTS)]
     batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts)
@@ -50,7 +50,7 @@ def flattened() -> dict[str, Any]:
 
 
 def eager(name: str, **options: Any) -> Callable[[], Any]:
-    """How a model with eager attention is made."""
+    """Return a function that makes this model with eager attention."""
     return lambda: tiny_model(name, "eager", **options)
 
 
@@ -58,7 +58,7 @@ def eager(name: str, **options: Any) -> Callable[[], Any]:
 
 
 def checkpointed(model: Any) -> Any:
-    """Every layer is computed again in backward, in float64 there too."""
+    """Enable gradient checkpointing of every layer, recomputed in float64. Return the model."""
 
     def contexts() -> Any:
         first, again = recompute_context()
@@ -75,7 +75,10 @@ def checkpointed(model: Any) -> Any:
 
 
 def train(folder: str, *cases: str) -> float:
-    """Return the error of a Trainer's weights, losses and counts. Trainer rounds the losses of steps to float32."""
+    """Return the largest error of a Trainer's weights, losses and counts.
+
+    Trainer rounds the losses of steps to float32, so their errors count only above 1e-6.
+    """
     check_trainer(RingTrainer)
     tiny_model("qwen2", "eager")  # imported here, so that no forked process has to
     (expected,) = forked(lambda: {case: trained(folder, case) for case in cases})
@@ -107,7 +110,10 @@ def _worst(answer: dict[str, Any]) -> float:
 
 
 def fine_tuned(folder: str) -> float:
-    """Return the error of SFTTrainer's weights and logged metrics, without losses, which are rounded to float32."""
+    """Return the largest error of SFTTrainer's weights and logged metrics.
+
+    Losses are rounded to float32, so their errors count only above 1e-6.
+    """
     from ringattn.adapters.trl import RingSFTTrainer
 
     check_trainer(RingSFTTrainer)
@@ -123,7 +129,7 @@ def fine_tuned(folder: str) -> float:
 
 
 def preferred(folder: str) -> float:
-    """Nothing: DPOTrainer is refused before it is made."""
+    """Check that a ring can run DPOTrainer. The adapter refuses its class, before a trainer exists."""
     from trl import DPOTrainer
 
     check_trainer(type("RingDPOTrainer", (RingTrainerMixin, DPOTrainer), {}))
@@ -131,13 +137,16 @@ def preferred(folder: str) -> float:
 
 
 def compiled() -> float:
-    """Return the error of a compiled model of one layer. The ranks have equal tokens, so one length is compiled."""
+    """Return the error of a compiled model of one layer. All ranks have equal token counts, so one length compiles."""
     return far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), PACKED["input_ids"][:, :24],
                             [*DOCUMENTS[:-1], 24])  # fmt: skip
 
 
 def generated() -> float:
-    """How many tokens differ that a prepared model generates from padded prompts inside `activate(None)`."""
+    """Return how many tokens differ between a model and a prepared model inside `activate(None)`.
+
+    Both generate from padded prompts.
+    """
     prompts = {"input_ids": PADDED["input_ids"][[0, 3]], "attention_mask": PADDED["attention_mask"][[0, 3]]}
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
     with InDouble():
@@ -189,7 +198,7 @@ EXACT: dict[str, Cell] = {
 
 
 def refused(call: Callable[[Ring], Any]) -> float:
-    """Raises what `call` does on both ranks; 1.0 where one of them raises nothing."""
+    """Run `call` on two ranks and raise the InputError of rank 0. Return 1.0 if a rank raises none."""
 
     def body(ring: Ring) -> InputError | None:
         try:
@@ -236,7 +245,7 @@ def verdict(cell: Cell) -> float | str:
 
 
 def verdicts(folder: str, *names: str) -> dict[str, float | str]:
-    """Return the verdicts of these cells, or of all."""
+    """Return the verdicts of the cells in `names`, or of all."""
     warnings.simplefilter("error", UntestedHostWarning)  # each version here must be among the tested ones
     by_name: dict[str, Cell] = {name: partial(cell, folder) for name, cell in FORKED.items()} | EXACT | REFUSED
     return {name: verdict(cell) for name, cell in by_name.items() if not names or name in names}

@@ -55,14 +55,14 @@ Verdict = float | str
 
 
 def packages(version: str) -> Path:
-    """Return the folder of this version and of PEFT. Skips the test if no package index can be reached."""
+    """Return a folder with this version of transformers and PEFT. Skips the test if no package index can be reached."""
     return environment(f"transformers=={version}", *VERSIONS[version], f"peft=={PEFT}")
 
 
 def cells(version: str, folder: Path, *names: str) -> dict[str, Verdict]:
-    """Return the verdicts of a version on these cells, or on all. `folder` is for files.
+    """Return the verdicts of a version of transformers on the cells in `names`, or on all.
 
-    Raises `AssertionError` if the program fails.
+    `folder`: for the files of the runs. Raises `AssertionError` if the program fails.
     """
     besides = [str(environment(*extra)) for extra in (BEFORE_TRL.get(version, ()), WITH_TRL) if extra]
     path = os.pathsep.join([str(packages(version)), *besides, str(ROOT)])
