@@ -17,7 +17,7 @@ PACKED = [cell for cell in CELLS if cell.data == "packed" and cell.passes in (1,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cells", [QUICK, pytest.param(PACKED, marks=pytest.mark.slow)], ids=["quick", "packed"])
 def test_training_loops(cells: list[Cell]) -> None:
-    """Batches have equal local tokens but different documents, which a step can tell only by its sequence."""
+    """Every cell equals one process. Packed batches have equal shapes, so only the sequence tells their documents."""
     errors = call_in_program("tests.adapters.checkpoint_cells:compute_errors", *cells, timeout_s=580.0)
     assert len(errors) == len(cells)
     wrong = [(cell, error) for cell, error in zip(cells, errors, strict=True) if not error < 1e-11]

@@ -1,4 +1,4 @@
-"""Attention over a ring inside torch.compile: one graph, eager results and gradients, none compiled per sequence."""
+"""Attention over a ring inside torch.compile: one graph, results and gradients as in eager mode, no recompilation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Attend = Callable[..., Tensor]
 
 
 class Layers(nn.Module):
-    """Two pre-norm layers with grouped heads and one set of weights: x (batch, tokens, 16) to the same."""
+    """Two pre-norm layers with grouped heads that share their weights, from (batch, tokens, 16) to the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layers(nn.Module):
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Start without compiled code of other tests, and without parallel compile processes.
 
-    Inductor's cache on disk knows neither an operator's fake shapes nor ATEN_CPU_CAPABILITY.
+    The key of Inductor's disk cache includes neither an operator's fake shapes nor ATEN_CPU_CAPABILITY.
     """
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -100,7 +100,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def test_layers_compile_into_one_graph() -> None:
-    """Forward and backward as in eager mode and as one process; other documents and steps compile nothing more."""
+    """Results equal eager mode and one process. Other documents and steps compile no further graph."""
 
     def body(ring: Ring) -> tuple[list[list[Tensor]], int]:
         model, counter = Layers(), CompileCounterWithBackend("aot_eager")
@@ -153,7 +153,7 @@ def test_a_sequence_given_compiles_once_more_and_a_batch_size_too() -> None:
         return outputs, (for_sequences, counter.frame_count)
 
     results = run_ranks(2, body)
-    # Ranks that are threads learn from each other which numbers change, so one of them may need fewer.
+    # Ranks are threads and share dynamo's record of which sizes change, so one rank may need only one graph.
     assert all(1 <= count <= 2 for _, counts in results for count in counts)
     for outputs, _ in results:
         for output, documents in zip(outputs[:4], cuts, strict=True):
@@ -167,7 +167,7 @@ def test_a_sequence_given_compiles_once_more_and_a_batch_size_too() -> None:
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float64, (-1, -1)), (torch.bfloat16, (2, 1))])
 def test_operators_keep_their_word_to_compilers(dtype: torch.dtype, window: tuple[int, int]) -> None:
-    """Shapes, strides and dtypes as announced, no hidden aliases, gradients through autograd alone."""
+    """The operators pass `opcheck`: true shapes, strides and dtypes, no hidden aliases, gradients by autograd only."""
     with Ring() as ring:
         seq = ring.sequence(7)
         q, k = (torch.randn(2, 7, heads, 8, dtype=dtype, requires_grad=True) for heads in (4, 2))
@@ -211,7 +211,7 @@ def test_wrong_options_are_those_of_the_ring() -> None:
 
 @pytest.mark.slow
 def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again() -> None:
-    """The first seed is a constant of its graph; from the second on they are arguments."""
+    """The first seed is a constant of its graph. The second graph takes the seed as an input and serves later seeds."""
     options: dict[str, Any] = {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.1]), "dropout_p": 0.3}
     several: list[dict[str, Any]] = [
         {"mask": masks.chunked(3)}, {"mask": masks.prefix((2, 0))},

@@ -1,4 +1,4 @@
-"""Positions inside context_parallel: those that the caller provides are exact, a model's own local ones are refused."""
+"""Positions inside context_parallel: those from the caller are exact, local ones that a model counts are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 26
 
 
 class Model(nn.Module):
-    """Rotary positions of one layer, counted from 0 where none are given, as x-transformers counts them."""
+    """One layer with rotary positions. Without `positions` it counts them from 0, as x-transformers does."""
 
     def __init__(self, make_range: Callable[[int], Tensor] = torch.arange) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def tokens(count: int = TOKENS) -> Tensor:
 
 
 def expected(count: int = TOKENS) -> Tensor:
-    """The gradient of one process."""
+    """Return the gradient of the weight in one process."""
     model = Model()
     model(tokens(count), torch.arange(count)).sin().sum().backward()
     assert model.qkv.grad is not None
@@ -51,7 +51,10 @@ def expected(count: int = TOKENS) -> Tensor:
 
 def over_ranks(call: Callable[[Model, Tensor, Tensor, Any], Tensor], provided: bool, count: int = TOKENS,
                model: Callable[[], Model] = Model) -> list[Tensor]:  # fmt: skip
-    """The gradient over two ranks. `call`: the model, the shard of tokens, positions, the sequence -> the output."""
+    """Return the gradient over two ranks, by rank.
+
+    `call`: calls the model, (model, tokens, positions, sequence) -> output. `provided`: add positions to the buffers.
+    """
 
     def body(ring: Ring) -> Tensor:
         ours, x, positions = model(), tokens(count), torch.arange(count)
@@ -82,7 +85,7 @@ RANGES: dict[str, Callable[[int], Tensor]] = {
 
 @pytest.mark.parametrize("name", RANGES)
 def test_positions_of_a_local_length_are_refused(name: str) -> None:
-    """Also with an uneven number of tokens, where each rank has its own length."""
+    """`torch.arange` of the local length is refused, also if the ranks have different numbers of tokens."""
     for count in (TOKENS, 27):
         message = rf"torch.arange\(1[34]\) inside .* add torch.arange\({count}\) to the buffers"
         with pytest.raises(InputError, match=message):
@@ -120,14 +123,14 @@ def test_other_ranges_stay() -> None:
 
 
 def test_positions_of_documents_among_the_buffers() -> None:
-    """They restart in each document; labels, which are numbers too, are no positions."""
+    """A buffer of positions that restart in each document is accepted. A buffer of other integers is no substitute."""
     cuts = [0, 10, TOKENS]
     places = torch.cat([torch.arange(10), torch.arange(TOKENS - 10)])
 
     def body(ring: Ring, numbers: Tensor, is_refused: bool) -> None:
         x, buffer = tokens(), numbers.clone()
         with context_parallel(ring, buffers=[x, buffer], buffer_seq_dims=[1, 1], cu_seqlens=cuts):
-            for _ in range(2):  # a refusal that was caught is no positions either
+            for _ in range(2):  # the second call is refused too, after the first refusal was caught
                 message = r"add torch.arange\(26\) to the buffers"
                 with pytest.raises(InputError, match=message) if is_refused else nullcontext():
                     torch.arange(x.shape[1])

@@ -33,7 +33,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def filled(module: nn.Module) -> nn.Module:
-    """Return the module in float64, with weights that are equal on every rank."""
+    """Fill the module with float64 weights that are equal on every rank. Return it."""
     generator = torch.Generator().manual_seed(4)
     module.double()
     with torch.no_grad():
@@ -109,7 +109,7 @@ OF_MODES = {"plain": plain, "checkpointing": checkpointed, "compile": compiled}
     [(2, "plain"), (3, "plain"), (2, "checkpointing"), pytest.param(2, "compile", marks=pytest.mark.slow)],
 )
 def test_a_flux_transformer_equals_one_process(ranks: int, mode: str) -> None:
-    """Over two steps, of which compiled code and checkpointing see the second in another way than the first."""
+    """Outputs and gradients of two steps are exact. Compiled code and checkpoints may treat the second differently."""
     torch._dynamo.reset()
     alone = flux()
     (reference,) = alone(**flux_inputs(lambda x, dim: x, lambda x, dim: x))
@@ -255,7 +255,7 @@ def test_what_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["ip_hidden_states", "ip_adapter_masks"])
 def test_an_ip_adapter_is_refused(name: str) -> None:
-    """Through the model, whose blocks drop keywords that a processor does not name."""
+    """IP adapter arguments are refused although the model's blocks drop keywords that a processor does not name."""
     added = {"joint_attention_kwargs": {name: [randn(2, 4, DIM)]}}
 
     def body(ring: Ring) -> None:

@@ -1,4 +1,4 @@
-"""Dropout in hosts without seeds: each call derives a seed from the activation's, and recomputation finds it again."""
+"""Dropout in hosts without seeds: each call derives a seed from the activation's, and recomputation uses it again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dense(x: Tensor, seed: int) -> Tensor:
 
 
 def dense_steps(*seeds: int) -> tuple[Tensor, Tensor]:
-    """Return the output of one layer for each seed, in sequence, and the gradient of their input."""
+    """Apply one layer per seed, one after another. Return the last output and the gradient of the input."""
     x = make_input().requires_grad_()
     out = x
     for seed in seeds:
@@ -62,7 +62,7 @@ def close(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Non
 
 
 def test_a_seed_of_several_numbers() -> None:
-    """The docstring defines the seeds, so that others can reproduce what a call dropped."""
+    """`seed_from` returns what its docstring defines, so that users can reproduce the dropped weights of a call."""
     assert seed_from(7, 0).to_bytes(8, "little").hex() == "9fc5a7d9f8ce0cd9"  # printf "7 0" | sha256sum
     seeds = {seed_from(step, call) for step in range(100) for call in range(100)} | {seed_from(1, 2, 3), seed_from(123)}
     assert len(seeds) == 10_002 and all(0 <= seed < 2**64 for seed in seeds)
@@ -70,7 +70,7 @@ def test_a_seed_of_several_numbers() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_layers_and_steps_have_seeds_of_their_own(ranks: int) -> None:
-    """The same on any number of ranks: two layers a step, a seed that is given twice, and another one."""
+    """Two layers per step, a repeated step seed and another one drop differently, but alike on any number of ranks."""
 
     def body(ring: Ring) -> list[tuple[Tensor, Tensor]]:
         seq, actual = ring.sequence(TOKENS), []
@@ -102,7 +102,7 @@ def test_seeds_that_are_forgotten_and_marks_that_are_kept(monkeypatch: pytest.Mo
 
 
 def test_default_seed_comes_from_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is derived once, whatever the state of the other ranks' generators, and no generator advances."""
+    """The default seed does not depend on the other ranks' generators, is derived once, and advances no generator."""
 
     def body(ring: Ring) -> tuple[int, int]:
         return default_seed(ring), default_seed(ring)
@@ -126,7 +126,10 @@ def test_default_seed_comes_from_the_first_rank(monkeypatch: pytest.MonkeyPatch)
     {"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": recompute_context},
 ])  # fmt: skip
 def test_a_region_drops_the_same_when_it_is_computed_again(how: dict[str, Any]) -> None:
-    """Regions of one layer and of two; two steps before their backward passes."""
+    """Recomputation drops the same weights, in regions of one and of two layers.
+
+    Two forward passes precede the backward passes, which run in reverse order.
+    """
     torch.manual_seed(1)
     with Ring() as ring:
         seq, steps = ring.sequence(TOKENS), []
@@ -136,7 +139,7 @@ def test_a_region_drops_the_same_when_it_is_computed_again(how: dict[str, Any]) 
                 out = checkpoint(layer, x, **how)
                 out = checkpoint(lambda x: layer(layer(x)), out, **how)
             steps.append((x, out))
-        torch.rand(3)  # the generator goes on in between
+        torch.rand(3)  # the generator advances between forward and backward
         for number in (1, 0):
             x, out = steps[number]
             with ring.activate(seq, dropout_seed=1) if number else nullcontext():
@@ -152,7 +155,7 @@ def _grad(out: Tensor, x: Tensor) -> Tensor:
 
 
 def test_hidden_dropout_stays_as_it_was_in_the_first_run() -> None:
-    """A mark is taken in both runs, so that what draws after it draws alike."""
+    """Attention draws from the generator in the first run and in recomputation, so that later dropout draws alike."""
 
     def block(x: Tensor) -> Tensor:
         return F.dropout(layer(F.dropout(x, 0.5)), 0.5)
@@ -201,7 +204,7 @@ def test_a_region_whose_generator_was_not_kept() -> None:
 
 
 def test_two_calls_from_the_same_state_of_the_generator() -> None:
-    """Either may be the one that is computed again, and they dropped other weights."""
+    """Recomputation is refused: it cannot tell the two calls apart, and they dropped different weights."""
 
     def call(ring: Ring, seq: Sequence) -> None:
         with ring.activate(seq, dropout_seed=1):
@@ -253,7 +256,7 @@ def test_one_rank_with_another_seed_or_none() -> None:
 
 
 def test_compiled_sdpa() -> None:
-    """Its seed would be a number of the compiled code."""
+    """Compiled SDPA with dropout is refused, because its seed would be a constant of the compiled code."""
     with Ring() as ring, ring.activate(ring.sequence(TOKENS), dropout_seed=1):
         with pytest.raises(Exception, match="one seed for all its calls") as raised:
             torch.compile(layer, backend="eager", fullgraph=True)(make_input())

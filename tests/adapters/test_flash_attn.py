@@ -51,13 +51,13 @@ def test_arguments_stand_in_the_order_of_that_package(family: str) -> None:
 
 
 def inputs() -> list[Tensor]:
-    """q, k, v, (1, 5, heads, 8)."""
+    """Return q, k and v, (1, 5, heads, 8)."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(1, 5, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
 
 
 def test_probabilities_and_slopes() -> None:
-    """The other results of the package, and ALiBi, on one rank; fuzz tests compare one rank with several."""
+    """`return_attn_probs` and ALiBi are exact on one rank. Fuzz tests compare one rank with several."""
     (q, k, v), cuts, slopes = inputs(), torch.tensor([0, 2, 5]), torch.linspace(0.1, 0.5, 4)
     with Ring() as ring:
         ring_result = function_named("ring_flash_attn")(q, k, v, causal=True, return_attn_probs=True, group=ring)
@@ -79,7 +79,7 @@ def test_probabilities_and_slopes() -> None:
 
 
 def test_llama3_preparation_as_that_package_has_it() -> None:
-    """Values written down from its own function, run on these documents."""
+    """The function returns the values that ring-flash-attention's function returned for these documents."""
     cuts = torch.tensor([0, 5, 14, 24], dtype=torch.int32)
     expected = {
         (True, 0): ([0, 5, 8], [0, 5, 8], 5, 5, 0, 8),
@@ -115,7 +115,7 @@ def test_what_is_refused() -> None:
 
 
 def test_zigzag_parts_of_odd_lengths() -> None:
-    """One rank has them whole; several cannot cut them into two equal chunks."""
+    """Odd lengths are exact on one rank. Several ranks refuse them, because zigzag needs two equal chunks per rank."""
     q, k, v = inputs()
     flat, cuts = [x[0] for x in (q, k, v)], torch.tensor([0, 2, 5])
     with Ring() as ring:
@@ -136,7 +136,7 @@ def test_zigzag_parts_of_odd_lengths() -> None:
 @pytest.mark.parametrize("form", ["", "_kvpacked", "_qkvpacked"])
 @pytest.mark.parametrize("family", ["ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen"])
 def test_varlen_functions_take_no_batch_dimension(family: str, form: str) -> None:
-    """Rank 1 alone has one; the message names the argument and what it must be, on all ranks."""
+    """If only rank 1 passes a batch dimension, the error on all ranks names the argument and its expected shape."""
     names = {"": ["q", "k", "v"], "_kvpacked": ["q", "kv"], "_qkvpacked": ["qkv"]}[form]
 
     def body(ring: Ring) -> None:

@@ -46,7 +46,7 @@ def flash_model(name: str, **options: Any) -> Any:
 
 
 def part(x: Tensor, ring: Ring, dim: int = 1) -> Tensor:
-    """Return this rank's part of a packed row, cut as users of that package cut it."""
+    """Return this rank's part of a packed row, cut as users of ring-flash-attention cut it."""
     return x.chunk(ring.world_size, dim)[ring.rank]
 
 
@@ -56,8 +56,11 @@ def set_documents(ring: Ring, cuts: list[int] | None = None) -> None:
 
 @pytest.mark.parametrize(("name", "again"), [("llama", True), ("mistral", False), ("gpt_oss", False)])
 def test_packed_documents(name: str, again: bool) -> None:
-    """Every gradient; windows and sinks, which that package has not; checkpointed layers after the next batch came."""
-    # No mode is on in backward, so layers that are computed again there round norms and rotary positions to float32.
+    """Every gradient is exact, also with windows and sinks, which ring-flash-attention does not support.
+
+    Checkpointed layers recompute over the documents of their batch, although those of the next batch are already set.
+    """
+    # `InDouble` is not active in backward, so recomputed layers round norms and rotary positions to float32.
     mode, bound = (nullcontext, 1e-5) if again else (InDouble, 1e-9)
     weights = torch.randn(1, 28, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     with mode():
@@ -102,7 +105,10 @@ def run(ring: Ring, model: Any, **inputs: Any) -> Any:
 
 
 def test_positions_that_are_not_those_of_the_part() -> None:
-    """Without them the model counts from 0 on every rank, which that package does not notice."""
+    """Calls without position_ids are refused: the model would count from 0 on every rank.
+
+    ring-flash-attention does not notice this.
+    """
     refused(
         lambda ring, model: model(input_ids=part(TOKENS, ring)), "rank 1: position_ids are 0, 1, 2, .*seq.positions"
     )
@@ -123,7 +129,7 @@ def test_padding_with_holes_and_dropout() -> None:
 
 
 def test_dropout_is_that_of_the_same_seed_elsewhere() -> None:
-    """As a prepared model drops; two batches of one seed drop otherwise."""
+    """The model drops the weights that a prepared model drops. Two batches with one seed drop different weights."""
 
     def body(ring: Ring) -> list[Tensor]:
         substitute_hf_flash_attn(ring, 1)
@@ -171,7 +177,7 @@ def test_calls_out_of_order() -> None:
 
 
 def test_the_page() -> None:
-    """The block of docs/embedding-flash-attn.md, with the names that it takes for granted."""
+    """The code block of docs/embedding-flash-attn.md runs, given the names that it expects. Its logits are exact."""
     page = (DOCS / "embedding-flash-attn.md").read_text(encoding="utf-8")
     block = page.partition("```python hf\n")[2].partition("```")[0]
 
@@ -189,7 +195,7 @@ def test_the_page() -> None:
 
 
 def test_the_names_of_that_package() -> None:
-    """All of what `from ring_flash_attn import ...` finds, but its benchmarks' helpers."""
+    """The adapter has every function that ring_flash_attn exports, except helpers of its benchmarks."""
     families = ["ring_flash_attn", "ring_flash_attn_varlen", "zigzag_ring_flash_attn", "zigzag_ring_flash_attn_varlen",
                 "stripe_flash_attn", "llama3_flash_attn_varlen"]  # fmt: skip
     names = [f"{family}{form}_func" for family in families for form in ("", "_kvpacked", "_qkvpacked")]

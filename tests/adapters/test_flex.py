@@ -1,4 +1,4 @@
-"""flex_attention over a ring: masks and score_mods that it computes, refusals of all others, functions that change."""
+"""flex_attention over a ring: supported masks and score_mods, refusals of all others, functions whose values change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def prefix(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def prefixes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Prefixes: the first 3 keys of the first document, no key of the second, every key of the third."""
+    """Return True for pairs of a causal mask with prefixes.
+
+    The prefixes are the first 3 keys of the first document, no key of the second, and every key of the third.
+    """
     return documents(CUTS)(b, h, q, k) & ((q >= k) | (k < 3) | (k >= 19))
 
 
@@ -84,7 +87,7 @@ def drawn(tokens: int = TOKENS, heads: int = 4, kv_heads: int = 2, batch: int = 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, mod: Mod, score_mod: Mod | None = None, scale: float | None = None
 ) -> list[Tensor]:
-    """Compute out and lse by the definition, with torch's table of the mask."""
+    """Compute out and lse by the definition. `torch.create_mask` turns `mod` into a dense mask."""
     seen = create_mask(mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device="cpu")
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -156,7 +159,7 @@ def test_masks_are_recognized(name: str) -> None:
 
 
 def test_exact() -> None:
-    """Out, lse and gradients; also where the sequence has the mask's documents."""
+    """Out, lse and gradients are exact, also if the sequence has the documents of the mask."""
     assert check(MASKS["causal"][0], 2, "zigzag") < 1e-12
     assert check(MASKS["all three"][0], 3, "striped", seq_cuts=[0, 19, 37]) < 1e-12
     assert check(prefixes, 3, "zigzag", seq_cuts=[0, 5, 37]) < 1e-12
@@ -246,7 +249,10 @@ def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_that_say_otherwise_are_refused() -> None:
-    """mask_mod is not the whole mask: torch's kernels skip it in full blocks, and blocks that are not listed."""
+    """Block tables that contradict mask_mod are refused.
+
+    torch's kernels do not call mask_mod in full blocks, and skip blocks that the tables do not list.
+    """
     good = block_mask(causal)
     without = BlockMask.from_kv_blocks(good.kv_num_blocks, good.kv_indices, BLOCK_SIZE=BLOCK, mask_mod=causal,
                                        seq_lengths=(TOKENS, TOKENS))  # fmt: skip
@@ -274,7 +280,7 @@ def test_tables_that_say_otherwise_are_refused() -> None:
 
 
 def test_calls_are_refused_on_all_ranks() -> None:
-    """By whichever rank; and the ring lives on."""
+    """A wrong call of one rank is refused on all ranks, and the ring stays usable."""
 
     def body(ring: Ring) -> None:
         seq, (q, k, v, _) = ring.sequence(TOKENS), drawn(kv_heads=4)
@@ -309,7 +315,7 @@ def test_calls_are_refused_on_all_ranks() -> None:
 
 
 def test_torchs_own_inside_of_context_parallel_is_refused() -> None:
-    """As our error, though it is raised inside of the compiler that it brings along (see test_activation too)."""
+    """torch's flex_attention raises our error, although it runs inside torch.compile (see also test_activation)."""
     torch._dynamo.reset()
 
     def body(ring: Ring) -> None:
@@ -404,7 +410,7 @@ def test_score_mods_that_are_known() -> None:
 
 
 def by_formula(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The slopes of the paper, for 4 heads."""
+    """Return the score with ALiBi, whose slopes for 4 heads are computed by the formula of the paper."""
     return score + (k - q) * torch.exp2(-((h + 1) * 8.0 / HEADS))
 
 
@@ -476,7 +482,7 @@ def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str)
 
 
 def test_what_was_found_is_kept_for_each_mask_until_the_slopes_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers with other masks take turns with one score_mod."""
+    """Layers that alternate between two masks with one score_mod analyse it once per mask and once per change."""
     slopes, calls, (q, k, v, _) = SLOPES.double(), list[object](), drawn(kv_heads=4)
 
     def counted(*args: Any) -> FoundScore:
@@ -547,7 +553,7 @@ VARIABLES = [closure, numpy_memory, written_data, inference_tensor]
 
 
 class Counted:
-    """Counts analyses of masks and score_mods."""
+    """A counter of the analyses of masks and score_mods."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -577,7 +583,10 @@ def check_local(mask_mod: Mod, score_mod: Mod | None, mask: BlockMask) -> None:
 @pytest.mark.usefixtures("active")
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_a_changed_value_is_read(variable: Callable[[], Variable], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask_mod's window, a score_mod's softcap and its slopes; nothing is analysed again without a change."""
+    """Changes of a mask_mod's window and of a score_mod's softcap and slope take effect.
+
+    Without a change, nothing is analysed again.
+    """
     (left, set_left), (cap, set_cap), (slope, set_slope) = variable(), variable(), variable()
     changes = [(set_left, 7.0), (set_cap, 0.5), (set_slope, 0.25), (set_left, 2.0)]
     counted = Counted(monkeypatch)
@@ -598,7 +607,7 @@ def test_a_changed_value_is_read(variable: Callable[[], Variable], monkeypatch: 
 
 
 class Bias:
-    """A score_mod as a method and as an object."""
+    """An ALiBi score_mod as a method and as a callable object."""
 
     def __init__(self, slope: float) -> None:
         self.slope = slope
@@ -612,7 +621,7 @@ class Bias:
 
 @pytest.mark.usefixtures("active")
 def test_methods_objects_and_compiled_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers with one method take turns."""
+    """Each slope of two layers is analysed once, if the layers alternate and share the code of their method."""
     layers, mask, counted = [Bias(0.5), Bias(0.25)], block_mask(causal), Counted(monkeypatch)
     compiled = [torch.compile(layer.method, backend="eager") for layer in layers]
     for slope in (0.5, 2.0):
@@ -621,9 +630,9 @@ def test_methods_objects_and_compiled_functions(monkeypatch: pytest.MonkeyPatch)
             mods: list[Mod] = [*layers, *(layer.method for layer in layers), *compiled]
             for mod in mods:
                 check_local(causal, mod, mask)
-    # The mask; of each method, object and compiled function its first slope, and the other one of the first layer. The
-    # two layers' methods are one function. Dynamo may compile a method again, with the slope as an input: its operators
-    # are others then, and each of the two compiled functions is analysed again.
+    # Analysed are the mask and, of objects, methods and compiled functions, both layers' slopes and the changed slope
+    # of the first layer. Dynamo may compile a method again, with the slope as an input. Its operators change then, and
+    # each of the two compiled functions is analysed again.
     assert 1 + 3 * 3 <= counted.count <= 1 + 3 * 3 + 2
 
 
@@ -668,7 +677,7 @@ def test_compiled_code_that_a_function_calls_is_recorded() -> None:
 
 
 def test_what_cannot_be_recorded() -> None:
-    """A user's operator, random numbers, and branches on a position: such functions are analysed at each call."""
+    """Functions with custom operators, random numbers or branches on a position are analysed at each call."""
     state = SimpleNamespace(value=3.0)
 
     @torch.library.custom_op("ringattn_tests::scaled", mutates_args=())
@@ -720,7 +729,7 @@ def with_hole(mod: Mod, query: int, key: int, queries: int = 8) -> Mod:
     ],
 )
 def test_a_hole_is_refused(tokens: int, query: int, key: int, how: dict[str, Any]) -> None:
-    """One key hidden from eight queries, in a block that would be full, on the diagonal, and in one block of all."""
+    """A key hidden from eight queries is found: in a full block, without full blocks, and in a single large block."""
     mask = create_block_mask(with_hole(causal, query, key), None, None, tokens, tokens, device="cpu", **how)
     with pytest.raises(UnsupportedError, match=rf"returns False at query {query}, key {key} of row 0, head 0"):
         recognise_masks(mask, tokens, 1, 4)
@@ -731,7 +740,7 @@ def test_a_hole_is_refused(tokens: int, query: int, key: int, how: dict[str, Any
 @pytest.mark.parametrize("where", ["row", "head"])
 @pytest.mark.parametrize("has_tables", [True, False])
 def test_a_hole_in_a_single_row_or_head_is_refused(where: str, has_tables: bool) -> None:
-    """Also where the tables are those of the first row and head."""
+    """A hole in one row or head is found, even if the block tables cover only the first row and head."""
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & ((q != 1400) | (k != 1200) | ((b if where == "row" else h) != 2))

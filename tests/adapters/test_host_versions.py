@@ -33,7 +33,7 @@ class Layer:
 
 @pytest.fixture
 def module(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A host with one version, 2.7.1, of two functions."""
+    """Yield the module of a made-up host with version 2.7.1 and two functions."""
     (tmp_path / "made_up_host.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(host_versions, "version", lambda package: "2.7.1")

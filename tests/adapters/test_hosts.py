@@ -1,4 +1,4 @@
-"""The table of hosts in docs/embedding.md: each cell is of a test that there is; and the pages of hosts run."""
+"""The table of hosts in docs/embedding.md: a test exists for each cell. The code of the hosts' pages runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.doc_code import example, run_page, run_page_under_torchrun
 
 
 def test_each_cell_of_the_table_has_a_test_or_a_reason() -> None:
-    """hosts.json: by host and version, and by mode, the cell, and the test for it or the reason for its absence."""
+    """hosts.json has the cells of the table. For each it names an existing test, or the reason why there is none."""
     page = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
     head, _, *rows = (line.strip("| ").split(" | ") for line in TABLE.search(page)[0].splitlines())
     cells = {f"{host} {version}": dict(zip(head[2:], row, strict=True)) for host, version, *row in rows}
@@ -69,7 +69,7 @@ _NUMBER = re.compile(r"\d+\.\d+")
 
 
 def parse_output(printed: str) -> list[tuple[str, list[float]]]:
-    """Words and numbers of each line that a page prints."""
+    """Return for each printed line its text, with # for each number, and the numbers."""
     return [(_NUMBER.sub("#", line), [*map(float, _NUMBER.findall(line))]) for line in _LINE.findall(printed)]
 
 

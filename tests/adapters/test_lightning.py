@@ -1,4 +1,4 @@
-"""Lightning over a ring: training on two processes goes the way of one that sees every batch whole."""
+"""Lightning over a ring: training on two processes equals training on one process with whole batches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSALS = (
 
 
 class Net(nn.Module):
-    """Tokens and their positions to logits, by one attention; `again`: which is computed again in backward."""
+    """A model with one attention layer, from tokens and positions to logits. `again`: checkpoint that layer."""
 
     def __init__(self, again: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Model(RingMixin, LightningModule):
         again: bool = False,
         documents: dict[int, list[int]] | list[int] | None = None,
     ) -> None:
-        """`documents`: of every rank alike, or by rank."""
+        """`documents`: bounds of documents, for all ranks or by rank."""
         super().__init__()
         self.net, self.ring_size, self.sampler, self.documents = Net(again), ring_size, sampler, documents
 
@@ -160,7 +160,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def alone(replicas: int, documents: list[int] | None = None) -> tuple[list[Tensor], float]:
-    """Train on one process with the batches of all `replicas`, and average their losses."""
+    """Train on one process with the batches of all `replicas`, averaging their losses. Return weights and last loss."""
     net, (tokens,) = Net(), dataset().tensors
     loss = torch.zeros(())
     for step in range(4 // replicas):

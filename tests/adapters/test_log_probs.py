@@ -26,7 +26,7 @@ def dense_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def preference(sums: Tensor) -> Tensor:
-    """Return a loss of all pairs of rows and documents, as DPO's is of two."""
+    """Return a loss that sums over all pairs of rows and documents, similar to DPO's loss of one pair."""
     return F.softplus(sums.flatten()[:, None] - 0.3 * sums.flatten()[None].sin()).sum()
 
 

@@ -1,4 +1,4 @@
-"""Megatron Core over a ring: a GPT model on two ranks, batched and packed, against the same model on one."""
+"""Megatron Core over a ring: a GPT model on two ranks, batched and packed, against the same model on one rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REAL = [0, 3, 12]
 
 
 class DenseCore(nn.Module):
-    """The reference as a core attention: causal, (tokens, batch, heads, dim)."""
+    """The causal reference attention, as a core attention for Megatron: (tokens, batch, heads, dim)."""
 
     def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ OF_MODES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """Megatron saves a GPU's random state with a checkpoint, and shards over GPUs. The tests have none."""
+    """Patch Megatron to run without a GPU: it saves a GPU's random state with a checkpoint, and shards over GPUs."""
     mesh = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
     with (
         mock.patch.object(torch.cuda.random, "get_rng_state", return_value=torch.zeros(1)),
@@ -112,7 +112,7 @@ def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
 
 
 def error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative error of the tensors in `actual`, summed over ranks."""
+    """Sum the tensors in `actual` over the ranks, in place. Return their largest relative error."""
     for grad in actual:
         torch.distributed.all_reduce(grad)
     return worst_error(zip(actual, expected, strict=True))
@@ -233,7 +233,7 @@ def test_sinks(kind: str) -> None:
 
 
 def test_autocast_casts_as_megatrons_own_products() -> None:
-    """Norms of queries and keys leave them in float32 under autocast, values are in its dtype."""
+    """Under autocast the output has autocast's dtype, also if norms left q and k in float32. float64 is kept."""
     q, k, v = qkv(6, 1)
     with Ring() as ring:
         expected = core(ring)(q, k, v, None)
@@ -268,7 +268,7 @@ def test_padding_is_hidden_from_documents_both_ways() -> None:
 @pytest.mark.parametrize("kind", ["sbhd", "thd"])
 @pytest.mark.parametrize(("size", "brings"), [(None, True), (1, True), (1, False)])
 def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bool) -> None:
-    """Batches of one rank inside a context parallel group of two, where each rank has different tokens."""
+    """A batch whose own context parallel group has one rank attends locally, inside a ring of two ranks."""
     cuts = torch.tensor([0, 15])
 
     def body(ring: Ring) -> None:
@@ -309,7 +309,7 @@ def test_arguments_are_those_of_megatron() -> None:
 
 
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with queries and keys of 12 and values of 8, which its layers tell their core."""
+    """Latent attention is exact: queries and keys have 12 elements per head, values 8."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # Megatron takes its own stand-ins for the real one
     latent = MLATransformerConfig(

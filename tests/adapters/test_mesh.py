@@ -41,7 +41,7 @@ TOKENS, ROWS, DIM, VOCABULARY = 19, 2, 16, 11
 
 
 class Block(nn.Module):
-    """A layer with 4 heads over 2, whose projections tensor parallelism may shard."""
+    """A layer with 4 query heads and 2 key heads, whose projections tensor parallelism may shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens (rows, tokens) to logits; `again`: activations of a layer are computed again in backward."""
+    """A model from tokens (rows, tokens) to logits. `again`: checkpoint each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def with_ddp(again: bool) -> dict[str, Tensor]:
 
 
 def with_tensor_parallel(again: bool) -> dict[str, Tensor]:
-    """Each rank of `tp` has half of the heads; gradients are summed over the ring by hand."""
+    """Return the gradients with half of the heads on each rank of `tp`. They are summed over the ring by hand."""
     mesh = mesh_of(("cp", "tp"))
     model, _ = model_and_tokens()
     model.again = again
@@ -163,7 +163,10 @@ def with_tensor_parallel(again: bool) -> dict[str, Tensor]:
 
 
 def with_context_parallel(again: bool) -> dict[str, Tensor]:
-    """torch's SDPA under the drop-in, twice on one mesh, and what is sharded afterwards made whole."""
+    """Return the gradients of torch's SDPA inside `context_parallel`, entered twice on one mesh.
+
+    Also check that `context_parallel_unshard` restores the sharded tokens.
+    """
     mesh = mesh_of(("dp", "cp"))
     model, tokens = model_and_tokens()
     model.again, model.context_fn = again, redirected_recompute_context
@@ -248,14 +251,14 @@ pytestmark = pytest.mark.slow  # four processes that import torch, FSDP and a mo
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    """Return the answers of four processes, which run all cases in sequence."""
+    """Return the results of `everything` on each of four processes, which run all cases in sequence."""
     return run_ranks_in_processes("tests.adapters.test_mesh:everything", {}, 4, 200.0, 1)
 
 
 @pytest.mark.parametrize("again", ["", " again"])
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_gradients_are_those_of_one_process(answers: list[dict[str, Any]], case: str, again: str) -> None:
-    """In float64, of every parameter, without recomputation and with it; the greatest gradient is 0.16."""
+    """The gradients of every parameter agree in float64, with and without recomputation. The largest is 0.16."""
     for answer in answers:
         assert answer["greatest"] > 0.1
         assert answer["errors"][case + again] < 1e-10, answer["errors"]

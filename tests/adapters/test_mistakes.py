@@ -1,4 +1,4 @@
-"""The mistakes of sharded training that leave a loss which looks right: each is impossible, or found and named."""
+"""Mistakes in sharded training after which the loss looks right: each is impossible, or reported by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def local_positions(net: nn.Module, seq: Sequence) -> Tensor:
 
 
 def over(ranks: int, layout: str, step: Callable[..., Tensor], gradients: str = "mean", **options: Any) -> Parity:
-    """The same verdict on every rank."""
+    """Run `parity` on all ranks, check that every rank has the same verdict, and return it."""
 
     def body(ring: Ring) -> Parity:
         return parity(model(), step, ring.sequence(37, layout=layout), gradients=gradients, **options)
@@ -167,7 +167,7 @@ class Faint(nn.Module):
 
 
 def faintly(gradients: Callable[[nn.Module, Ring], None], single: bool = False) -> Parity:
-    """Return `parity` of a right step, after `gradients` has changed the gradients on a ring of several ranks."""
+    """Return the `parity` of `Faint` with a correct step, if `gradients` changes its gradients on two ranks."""
 
     def step(net: nn.Module, seq: Sequence) -> Tensor:
         if seq.ring.world_size > 1:
@@ -190,7 +190,10 @@ def scaled(name: str, factor: float) -> Callable[[nn.Module, Ring], None]:
 
 
 def test_a_small_gradient_is_judged_by_its_own_norm() -> None:
-    """A hundred millionth of the others', and 110 percent off; where rounding is as large it is not judged."""
+    """A gradient 1e-8 times as large as the others and wrong by 110 percent is reported.
+
+    If rounding is as large as the gradient, `parity` does not judge it.
+    """
     result = faintly(scaled("faint", 2.1))
     assert result.wrong == ("faint",) == (result.worst,) and result.worst_error == pytest.approx(1.1, rel=1e-6)
     assert result.grad_error < 1e-5 and "the gradients of faint differ, of " in result.advice
@@ -235,7 +238,10 @@ def test_an_unknown_reduction_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [_Coarsest, _Recorder])
 def test_overlapping_modes_of_two_threads_leave_compiled_code_compiled(make: Callable[[], Any]) -> None:
-    """torch keeps whether a mode is on in flags of the process, saved at entry and restored at exit."""
+    """Compiled code stays compiled, although torch keeps whether a mode is active in flags of the whole process.
+
+    A mode saves the flags at entry and restores them at exit.
+    """
     ran = [threading.Event() for _ in range(3)]
 
     def overlapping() -> None:

@@ -1,4 +1,4 @@
-"""NeMo Automodel over a ring: its own sharder, loss and hooks on two processes, and a stand-in for its sharder."""
+"""NeMo Automodel over a ring: a stand-in for NeMo's sharder on threads, and NeMo's own sharder on two processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def reference(packed: bool, change: Callable[[Any], Any] = lambda model: model) 
 
 
 def attach_context_parallel_hooks(model: nn.Module) -> None:
-    """Like NeMo's function of this name, which it calls where cp has several ranks."""
+    """Attach hooks like NeMo's function of this name, which NeMo calls if cp has several ranks."""
 
     def _self_attn_pre_forward_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": None, "is_causal": True}
@@ -100,7 +100,7 @@ def worst(actual: list[Tensor], expected: list[Tensor]) -> float:
 
 
 class ContextParallelSharder:
-    """The part of NeMo's class that the adapter and these tests use; the slow test runs the package's own."""
+    """The part of NeMo's class that the adapter and these tests use. The slow test runs NeMo's own class."""
 
     def __init__(self, *, shard_batch: Callable[..., Any], local_token_global_indices: Callable[..., Tensor]) -> None:
         self.shard_batch, self.indices, self.loss_mask = shard_batch, local_token_global_indices, None
@@ -111,7 +111,7 @@ class ContextParallelSharder:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, nemo_version: str) -> None:
-    """Pretend that this version of NeMo is installed, and forget what was checked."""
+    """Pretend that this version of NeMo is installed, and clear the cached version checks."""
     monkeypatch.setattr(
         host_versions, "version", lambda package: nemo_version if "nemo" in package else version(package)
     )
@@ -120,7 +120,7 @@ def install(monkeypatch: pytest.MonkeyPatch, nemo_version: str) -> None:
 
 @dataclass
 class ShardLayout:
-    """NeMo's lengths of a sequence."""
+    """The fields of NeMo's class: the lengths of a sequence without and with padding."""
 
     original_seq_len: int
     padded_seq_len: int
@@ -137,7 +137,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resolved(model: Any, batch: dict[str, Any]) -> Any:
-    """Return the sharder, which NeMo asks the model for in this way."""
+    """Return the model's sharder, obtained as NeMo obtains it."""
     return model.prepare_model_inputs_for_cp(batch, num_chunks=1)["cp_sharder"]
 
 
@@ -262,7 +262,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
             loss = criterion(logits=model(**shards).logits, labels=labels, num_label_tokens=TOKENS - 3)
             loss.backward()
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        # FSDP2 takes the mean over ranks, of which the sum over ranks is the sum.
+        # FSDP2 averages gradients over the ranks; the all-reduce of the equal averages turns them into sums.
         actual = [*map(whole_tensor, grads), loss.detach()]
         for x in actual:
             torch.distributed.all_reduce(x)

@@ -1,8 +1,8 @@
 """Recomputed regions attend over the sequence that they attended over in forward.
 
-Programs are drawn: forward passes of one module over sequences with equal local token counts, through nested
-checkpointed regions of every kind with activations around and inside them, then their backward passes in any order,
-some twice. The reference is dense float64 attention on one process without regions.
+The tests draw random programs. Forward passes of one module run over sequences with equal local token counts, through
+nested checkpointed regions of every kind, with activations around and inside them. Then the backward passes run in any
+order, some of them twice. The reference is dense float64 attention on one process without regions.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def run_region(kind: str, body: Body, x: Tensor) -> Tensor:
 
 
 class Region(NamedTuple):
-    """A region with a call of attention in it, or other regions.
+    """A checkpointed region that contains one call of attention, or other regions.
 
-    `around` and `inside` are the sequences that are activated around the region and in it; None: no activation.
+    `around` and `inside` are the numbers of the sequences that are activated around and inside the region, or None.
     """
 
     kind: str
@@ -99,7 +99,7 @@ def drawn_region(r: random.Random, depth: int) -> Region:
 
 
 class Program(NamedTuple):
-    """Forward passes, each under a sequence, and the order of backward passes, each under a sequence or under none."""
+    """Forward passes, each with its active sequence, and backward passes in order, each with its own or with none."""
 
     passes: list[tuple[int, Region]]
     backwards: list[tuple[int, int | None]]
@@ -122,7 +122,7 @@ ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Attending(nn.Module):
-    """Attends to itself: x (batch, tokens, dim), one head."""
+    """A module of self-attention with one head: x (batch, tokens, dim)."""
 
     def __init__(self, entry: str = "attend") -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def tokens(seed: int = 0) -> Tensor:
 
 
 def reference_gradient(program: Program) -> Tensor:
-    """The gradient of the weight on one process without regions."""
+    """Return the gradient of the weight in one process without regions."""
     weight = torch.linspace(0.5, 1.5, 8, dtype=torch.float64).requires_grad_()
 
     def attends(x: Tensor, index: int) -> Tensor:
@@ -207,7 +207,10 @@ def test_nothing_is_active_around_a_region_that_activates_its_sequence(kind: str
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("compiled", ["inside", "around"])
 def test_compiled_code_and_checkpoints_with_three_passes_in_flight(compiled: str, kind: str) -> None:
-    """All backward passes come after all forward passes, in the other order; the recomputing partitioner is used."""
+    """Gradients are exact if all backward passes follow all forward passes, in reverse order.
+
+    The backend uses the partitioner that recomputes.
+    """
     torch._dynamo.reset()
 
     def body(ring: Ring) -> Tensor:
@@ -253,7 +256,7 @@ def test_a_local_tower_inside_a_region_stays_local(kind: str) -> None:
 
 
 def test_a_backward_pass_inside_a_recomputation_does_not_recompute_outer_regions_over_its_sequence() -> None:
-    """The recomputed function's own backward pass continues into a region outside of it, through a closure."""
+    """A recomputed function runs a backward pass itself, which reaches a region outside of it through a closure."""
 
     def body(ring: Ring) -> Tensor:
         module, sequences = Attending(), [ring.sequence(16, cu_seqlens=cuts, layout="zigzag") for cuts in DOCUMENTS]
@@ -280,7 +283,7 @@ def test_a_backward_pass_inside_a_recomputation_does_not_recompute_outer_regions
 
 
 class _HookCheckpoint:
-    """A checkpoint that another library builds on saved-tensor hooks."""
+    """A checkpoint on saved-tensor hooks, as another library might build it."""
 
     def __init__(self, body: Body, x: Tensor) -> None:
         self.body, self.x, self.saved_count = body, x, 0
@@ -342,7 +345,7 @@ def test_a_region_that_is_not_found_is_refused_unless_it_activates_its_sequence(
 
 
 def test_a_region_around_which_two_sequences_were_active_is_refused() -> None:
-    """An activation that is left and another that is entered by hand, halfway through a region."""
+    """An activation entered by hand ends halfway through a region, so an outer one is active for the rest of it."""
 
     def body(ring: Ring) -> None:
         module, sequences = Attending(), [ring.sequence(16, cu_seqlens=cuts, layout="zigzag") for cuts in DOCUMENTS]
@@ -364,7 +367,10 @@ def test_a_region_around_which_two_sequences_were_active_is_refused() -> None:
 
 
 def test_an_activation_that_only_the_forward_run_enters_is_refused_in_recomputation() -> None:
-    """As by a hook that does nothing in backward. Nothing was active around the region, and the ring is open."""
+    """Recomputation is refused if only the forward run enters the activation, as a hook might do.
+
+    No sequence was active around the region, and the ring is open.
+    """
 
     def body(ring: Ring) -> None:
         module, seq = Attending(), ring.sequence(16, layout="zigzag")

@@ -1,4 +1,4 @@
-"""SDPA over a ring by its own name, and inside of a drop-in for torch's context_parallel."""
+"""SDPA over a ring: `ring_sdpa`, and torch's SDPA inside the drop-in for torch's context_parallel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOCUMENTS = [0, 5, 13]
 
 
 def whole(seed: int, heads: int = 4, tokens: int = TOKENS) -> Tensor:
-    """(batch, heads, tokens, head_dim), the same on every rank."""
+    """Return a random tensor (batch, heads, tokens, head_dim), the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, heads, tokens, 8, dtype=torch.float64, generator=generator)
 
@@ -116,7 +116,7 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
 
 
 def test_unshard_outside_takes_the_last_sequence() -> None:
-    """Also for a sequence with another layout and equal tokens per rank."""
+    """Outside of the context, unshard uses the last sequence, even if an earlier one had equal tokens per rank."""
 
     def body(ring: Ring) -> Tensor:
         x = whole(0)
@@ -177,7 +177,7 @@ def test_checkpointed_regions_attend_over_the_ring_again_or_raise() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_attend_by_themselves_are_refused(training: bool) -> None:
-    """In evaluation, torch uses fused operators for whole layers."""
+    """Both paths of torch's layers are refused. In evaluation, torch runs a whole layer by a fused operator."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True).train(training)
     x = torch.zeros(1, TOKENS, 8)
     for module, arguments in ((layer, (x,)), (layer.self_attn, (x, x, x))):
@@ -231,7 +231,10 @@ def test_buffers_are_refused_before_anything_changes(make: Callable[[], dict[str
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_autocast_casts_like_sdpa(compiled: bool) -> None:
-    """Out and gradients, also for float32 rotary embeddings mixed with bfloat16 projections; float64 is kept."""
+    """Out and gradients have the dtypes of torch's SDPA, also if q and k are float32 and v is bfloat16.
+
+    Rotary embeddings in float32 produce such inputs. float64 is kept.
+    """
     rotary, single, double = [torch.float32] * 2 + [torch.bfloat16], [torch.float32] * 3, [torch.float64] * 3
     torch._dynamo.reset()
     run = torch.compile(ring_sdpa, backend="aot_eager", fullgraph=True) if compiled else ring_sdpa
@@ -308,7 +311,10 @@ def test_the_operator_by_its_name_attends_over_the_ring(run: Callable[[Tensor], 
     ],
 )
 def test_kernels_and_scripts_are_refused_inside(run: Callable[[Tensor], Tensor], name: str, grad: bool) -> None:
-    """On all ranks, and not in a tower; attention of a ring's own calls the same kernels."""
+    """Kernels and scripts are refused on all ranks, but not under `activate(None)`.
+
+    `Ring.attention` may call the same kernels.
+    """
 
     def body(ring: Ring) -> tuple[str, Tensor]:
         x, alone = whole(0), run(whole(0))

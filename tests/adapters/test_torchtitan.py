@@ -1,4 +1,4 @@
-"""torchtitan over a ring: one of its models, sharded by its own functions' names, against the same model alone."""
+"""torchtitan over a ring: a Llama 3 sharded by the adapter's versions of torchtitan's functions equals one process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def reference(adapters: bool = False) -> tuple[Tensor, list[Tensor]]:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the answers of the next two functions by name, on one of two ranks. Importing torchtitan takes seconds."""
+    """Return the results of `of_a_model` and `of_half_a_recipe` by name, on one of two ranks.
+
+    One pair of processes runs both, because the import of torchtitan takes seconds.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     mesh, answers = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {}
     for case in (of_a_model, of_half_a_recipe):
@@ -117,7 +120,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
-    """Return the answers of two processes, which run all cases in sequence."""
+    """Return the results of `of_processes` on each of two processes."""
     return run_ranks_in_processes("tests.adapters.test_torchtitan:of_processes", {}, 2, 200, 1)
 
 
@@ -148,7 +151,10 @@ def test_a_model_over_two_processes_equals_one(answers: list[dict[str, Any]]) ->
 
 
 def of_half_a_recipe(mesh: DeviceMesh) -> list[str]:
-    """Return the messages if torchtitan's function, or none, made the shards; then check calls that are allowed."""
+    """Return the errors of a model whose shards torchtitan's function made, before and after a ring is open.
+
+    Then call the model under `activate(None)`, which is allowed, with and without checkpoints.
+    """
     set_spmd_backend("partial_dtensor")
     half, (tokens, labels, positions) = model(adapter.RingAttention.Config()), batch()
     context_parallel.apply_cp_to_forward([b.attention.inner_attention for b in half.layers.values()], mesh)
@@ -282,7 +288,10 @@ def test_what_one_rank_alone_gets_wrong() -> None:
 
 
 def test_keys_stay_where_they_are_and_shards_are_known() -> None:
-    """torchtitan's layouts would gather keys and values; under `spmd_types` shards are plain tensors."""
+    """Keys and values stay sharded, although torchtitan's layouts would gather them.
+
+    With `spmd_types`, where shards are plain tensors, attention raises if RingTrainerMixin did not shard the batch.
+    """
     config = adapter.RingAttention.Config()
     set_gqa_inner_attention_local_map(config)
     module, x = config.build(), torch.zeros(1, 5, 1, 8)
@@ -349,7 +358,7 @@ AT_TWO = ("plain", "packed", "full checkpointing", "partial_dtensor")
 
 
 def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
-    """Return the loss and gradient norm of each step, by case (see torchtitan_train.py)."""
+    """Run torchtitan_train.py under torchrun. Return the loss and gradient norm of each step, by case."""
     file = folder / f"{ranks}.json"
     script = [str(ROOT / "tests" / "adapters" / "torchtitan_train.py"), str(file), *cases]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

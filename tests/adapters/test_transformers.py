@@ -44,7 +44,7 @@ TOLERANCE = 1e-9
 @pytest.mark.parametrize("kind", batches())
 @pytest.mark.parametrize("name", MODELS)
 def test_fifteen_architectures(name: str, kind: str) -> None:
-    """Plain, packed and padded batches over 2 or 4 ranks: logits, loss and every gradient."""
+    """Logits, loss and every gradient are exact for plain, packed and padded batches over 2 or 4 ranks."""
     ranks, layout = ((2, "zigzag"), (4, "contiguous"))[(len(name) + len(kind)) % 2]
     error = far_from_one(lambda: tiny_model(name, "eager"), batches()[kind], layout=layout, ranks=ranks)
     assert error <= TOLERANCE
@@ -52,11 +52,11 @@ def test_fifteen_architectures(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant: bool) -> None:
-    """Backward computes every layer again, outside of the `with`."""
+    """Results are exact although backward recomputes every layer after the sequence was deactivated."""
     runs = []
 
     def in_double(forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Backward leaves the mode."""
+        """Wrap a forward in `InDouble`, which is not active when backward recomputes."""
 
         def doubled(*args: Any, **kwargs: Any) -> Any:
             runs.append(1)
@@ -70,7 +70,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         if not reentrant:
             options["context_fn"] = recompute_context
         for name, part in model.model.layers.named_modules():
-            if name.endswith("layernorm"):  # what rounds, of that which runs again
+            if name.endswith("layernorm"):  # the only recomputed modules that round to float32
                 part.forward = in_double(part.forward)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         model.enable_input_require_grads()
@@ -105,7 +105,10 @@ def test_an_encoder_sees_both_ways_and_no_padding() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "ringattn"])
 def test_an_image_is_seen_by_a_tower_that_is_not_sharded(attention: str) -> None:
-    """The text of a multimodal model is sharded; its vision tower gets whole images, even with our implementation."""
+    """The text of a multimodal model is sharded, but its vision tower attends locally to whole images.
+
+    This holds even if the tower's attention implementation is "ringattn".
+    """
     config = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
     )
@@ -154,7 +157,7 @@ def test_the_page_of_the_docs_runs() -> None:
 
 
 def test_gpt2_that_drops_over_three_ranks() -> None:
-    """A step in training mode, and the next call in evaluation, which drops nothing."""
+    """A step in training mode is exact, and so is the next call in evaluation mode, which drops nothing."""
     batch, step = batches()["packed"], 2**64 - 1
     true = reference_values("gpt2", batch, step)
     with InDouble():
@@ -171,7 +174,7 @@ def test_gpt2_that_drops_over_three_ranks() -> None:
 
 @pytest.mark.slow
 def test_checkpointed_layers_that_drop_over_processes() -> None:
-    """Both kinds; plain, packed and padded batches over 2 and 4 ranks, logits, loss and every gradient."""
+    """Logits, loss and every gradient are exact with reentrant and non-reentrant checkpoints over 2 and 4 ranks."""
     for errors in call_in_program("tests.adapters.dropout_ranks:compute_errors"):
         assert len(errors) == len(CASES) and max(errors) <= 1e-10
 

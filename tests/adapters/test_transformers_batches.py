@@ -100,7 +100,10 @@ def test_batches_that_differ_between_ranks() -> None:
 
 
 def test_documents_that_begin_without_a_label() -> None:
-    """One process asks the last token of the document before for it, the ring cannot: its loss would be smaller."""
+    """Packed documents are exact if their first tokens have no label.
+
+    One process would predict such a label from the last token of the previous document, the ring would not.
+    """
     cuts = [0, 4, 9, 15, 20, 26]
     ids = torch.randint(3, 64, (1, cuts[-1]), generator=torch.Generator().manual_seed(1))
     places = restarting(cuts)
@@ -109,7 +112,7 @@ def test_documents_that_begin_without_a_label() -> None:
 
 
 def test_fewer_tokens_than_ranks() -> None:
-    """No rank waits for a rank without tokens."""
+    """A batch with fewer tokens than ranks is refused on all ranks; none waits for a rank without tokens."""
     refuses("rank 1 has no token of Sequence.1 tokens", input_ids=torch.ones(2, 1, dtype=torch.int64))
     pair = {"input_ids": torch.ones(2, 2, dtype=torch.int64)}
     assert run_ranks(2, lambda ring: shard_batch(ring, pair)[0].counts) == [(1, 1)] * 2
@@ -117,7 +120,10 @@ def test_fewer_tokens_than_ranks() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_labels_that_padding_predicts(side: str) -> None:
-    """As a collator makes them with a tokenizer that pads on the left, or that keeps labels of padding."""
+    """Labels that are predicted from padded positions are refused.
+
+    Collators make them if the tokenizer pads on the left, or if they keep the labels of padding.
+    """
     ids = torch.arange(3, 15).reshape(1, 12).repeat(2, 1)
     mask = torch.ones_like(ids)
     row, token = (1, 4) if side == "left" else (0, 9)

@@ -1,4 +1,4 @@
-"""Checks run around every call of a prepared model's forward, and a replaced forward is detected."""
+"""The adapter's checks run around every call of a prepared model's forward, and a replaced forward is detected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIGER = "0.8.5"
 
 
 class Tuner(nn.Module):
-    """Calls the model's forward directly, like PEFT's tuners."""
+    """A wrapper that calls the model's forward directly, like PEFT's tuners."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Tuner(nn.Module):
 
 
 def refused(ring: Ring, model: Any, **arguments: Any) -> str:
-    """Return the error of a call without labels, with this rank's tokens."""
+    """Call the model with this rank's tokens, and return the text of the InputError that it raises."""
     seq = ring.sequence(TOKENS.shape[1])
     with pytest.raises(InputError) as raised, ring.activate(seq):
         model(input_ids=seq.shard(TOKENS), **arguments)
@@ -93,7 +93,7 @@ def test_steps_around_a_forward() -> None:
 
 
 def lce_forward(self: Any, **arguments: Any) -> Any:
-    """Like Liger's: computes the loss itself, from shifted labels."""
+    """Call the model and compute the loss from shifted labels, like the forward of Liger with this name."""
     out = self.base_model(
         **{name: x for name, x in arguments.items() if "label" not in name and name != "num_items_in_batch"}
     )
@@ -115,7 +115,7 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     def install(version: str) -> None:
         real = importlib.metadata.version
         monkeypatch.setattr(host_versions, "version", lambda name: version if name == "liger-kernel" else real(name))
-        # Liger is not installed here: the slow test below checks its source.
+        # Liger is not installed here, so its source is not checked. The slow test below runs the real package.
         monkeypatch.setattr(checks, "_LIGER", Host("liger-kernel", checks._LIGER.tested))
 
     monkeypatch.setattr(host_versions, "version", lambda name: LIGER)
@@ -148,7 +148,10 @@ def test_the_loss_of_liger(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # about 8 s on an idle machine
 def test_the_kernels_of_liger_over_two_ranks(tmp_path: Path) -> None:
-    """The fused loss, RMS norm, rotary positions and SwiGLU, in Triton's interpreter, in float32."""
+    """Liger's fused loss, RMS norm, rotary embedding and SwiGLU equal one process without Liger, in float32.
+
+    Triton's interpreter runs the kernels.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     path = os.pathsep.join([str(environment(f"liger-kernel=={LIGER}")), str(ROOT)])
     env = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Images and videos in a text whose positions have three rows: over a ring as on one process, or refused by name."""
+"""Images and videos in a text with three-dimensional positions: exact over a ring, or refused by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def model(name: str, of: str = "ForConditionalGeneration") -> Any:
 
 
 def batch(name: str, videos: bool = True) -> dict[str, Tensor]:
-    """Two rows: images of 4 and 3 tokens, which ranks share; one of 2 tokens, and a video of 4."""
+    """Return a batch of two rows: one with images of 4 and 3 tokens, one with an image of 2 and a video of 4 tokens.
+
+    The ranks share the tokens of an image.
+    """
     ids = torch.randint(3, 59, (2, 27), generator=torch.Generator().manual_seed(1))
     ids[0, 5:9] = ids[0, 12:15] = ids[1, 3:5] = IMAGE
     grids = [[1, 4, 4], [1, 2, 6], [1, 2, 4]]
@@ -84,7 +87,10 @@ def logits(out: Any) -> Tensor:
     pytest.param("qwen3_vl_moe", "zigzag", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_every_gradient(name: str, layout: str) -> None:
-    """Includes the gradients of the vision tower. Features of its lower layers (Qwen3) reach their tokens."""
+    """All gradients are exact, including those of the vision tower.
+
+    Qwen3 adds features of the tower's lower layers to the image tokens.
+    """
     assert far_off(lambda: model(name), batch(name), score=logits, layout=layout) < 1e-9
 
 
@@ -110,7 +116,10 @@ def test_padding_and_loss() -> None:
 
 
 def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_vl", **changes: Any) -> None:
-    """Assert that all ranks refuse a batch in which one rank has these changes."""
+    """Assert that all ranks refuse a batch which rank 1 changes.
+
+    `changes`: by input, a function that returns its new value, (sequence, shards) -> value.
+    """
 
     def body(ring: Ring) -> None:
         ours = prepare(model(name))
@@ -124,7 +133,7 @@ def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_
 
 
 def test_positions_of_a_text_with_images() -> None:
-    """The model would take them, and rotate images as if they were text."""
+    """Positions of a text without images are refused. The model would accept them, and rotate images as if text."""
     refused(r"rank 1: position_ids \(2, 14\) are not the \(3, rows, tokens\)", position_ids=lambda seq, shards: (
         seq.positions()[None].expand(2, -1)))  # fmt: skip
     refused(r"rank 1: position_ids \(3, 2, 14\) are not", position_ids=lambda seq, shards: shards["position_ids"] + 1)
@@ -157,7 +166,10 @@ def test_batches_that_cannot_be_placed() -> None:
 
 
 def test_other_models_with_images_in_their_text() -> None:
-    """Their tokens are sharded but their images are not: a rank would have too few features, or too many."""
+    """Models with images in their text that the adapter does not know are refused.
+
+    Their tokens are sharded but their images are not, so a rank's image features would not fit its tokens.
+    """
     config = transformers.LlavaConfig(
         text_config={**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         vision_config={"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8,

@@ -1,4 +1,4 @@
-"""Options of `prepare` that save memory: the loss and gradients of the model without them, less at once, or refused."""
+"""Options of `prepare` that save memory: equal loss and gradients with a lower peak of memory, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL = {"tiled_mlp": 5, "chunked_loss": 7}
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fake a GPU's host memory by arrays, and return the numbers of elements that were moved."""
+    """Replace the copies from and to a GPU's host memory by numpy arrays. Return a list of the moved element counts."""
     moved: list[int] = []
 
     def to_host(x: Tensor) -> Any:
@@ -46,13 +46,13 @@ PLAIN = batches()["plain"]
 
 
 def called(model: Any, **changes: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return the output of a call with labels in one process, and all gradients."""
+    """Call the model with labels in one process. Return the output and all gradients."""
     out = model(**{**PLAIN, "num_items_in_batch": labels_of(PLAIN), **changes})
     return out, gradients(model, out.loss)
 
 
 def worst(actual: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """Return the largest relative error."""
+    """Return the largest error, relative to the largest number of its tensor, or to 1 if that is larger."""
     return worst_error(((actual[name], true[name]) for name in true), floor=1.0)
 
 
@@ -82,7 +82,7 @@ def test_checkpoints_on_the_host_change_no_bit(host: list[int]) -> None:
 
 
 def loss_over(ring: Ring, model: Any) -> Tensor:
-    """Return this rank's part of the loss."""
+    """Return this rank's part of the loss of `PLAIN`."""
     seq, shards = shard_batch(ring, PLAIN, layout="zigzag")
     with ring.activate(seq):
         loss: Tensor = model(**shards, num_items_in_batch=labels_of(PLAIN)).loss
@@ -106,7 +106,10 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
 
 
 def sharded_errors() -> list[float]:
-    """Return the errors under FSDP2, with the head in the root's group and in its own. Needs a fresh process."""
+    """Return the errors under FSDP2 with all options, with the head in the root's group and in a separate group.
+
+    Needs a process that has not started threads.
+    """
 
     def make() -> Any:
         model = adapter.prepare(tiny_model("llama", "ringattn"), **ALL)
@@ -150,9 +153,10 @@ def test_each_option_takes_less(host: list[int]) -> None:
         return meter.peak_bytes
 
     plain = peak()
-    # Logits, log-probabilities and two gradients of all tokens, against those of 64 and the output's gradients.
+    # Saved are logits, log-probabilities and gradients of all tokens; chunks add those of 64 tokens and two gradients
+    # of the head.
     assert plain - peak(chunked_loss=64) > 4 * (2.5 * 512 * vocabulary - 4 * 64 * vocabulary - 2 * vocabulary * width)
-    # Gate, up, silu(gate) and the product of both layers are kept by no one, and the loss is the peak.
+    # No layer keeps gate, up, silu(gate) and their product for backward, and the peak is at the loss.
     assert plain - peak(tiled_mlp=64) > 0.95 * layers * 4 * 4 * 512 * inner
     both = peak(chunked_loss=64, tiled_mlp=64)
     assert both < plain / 4

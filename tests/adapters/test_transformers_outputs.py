@@ -1,4 +1,4 @@
-"""Results of calls of a transformers model: outputs of whole rows, other losses, caches, encoders."""
+"""Outputs of a transformers model over a ring: per token or per row, losses, caches, encoders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call(seq: Sequence, model: Any, **inputs: Any) -> Any:
 
 
 def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
-    """Check that a call is refused. Every rank passes the whole `inputs`."""
+    """Check that two ranks refuse a call of the model with `inputs`, which every rank passes whole."""
     refused(lambda seq: call(seq.ring.sequence(TOKENS), make(), **inputs), match)
 
 
@@ -61,7 +61,7 @@ def refuses(make: Callable[[], Any], match: str, **inputs: Any) -> None:
     ],
 )
 def test_outputs_of_whole_rows(of: str, config: str, options: dict[str, Any], named: str) -> None:
-    """Also if the number of classes equals the tokens of a rank."""
+    """Outputs computed from whole rows are refused, also if the number of classes equals the tokens of a rank."""
 
     refuses(lambda: build_model(of, config, **options), rf"{of} computes {named} from a whole row")
 
@@ -86,7 +86,7 @@ def test_outputs_of_several_choices() -> None:
      ("BertForTokenClassification", "BertConfig"), ("BertForQuestionAnswering", "BertConfig")],
 )  # fmt: skip
 def test_outputs_of_tokens(of: str, config: str) -> None:
-    """(rows, tokens) too."""
+    """Outputs per token are exact, also those of shape (rows, tokens)."""
     assert far_off(lambda: build_model(of, config, **BERT), {"input_ids": ROWS}) < 1e-9
 
 
@@ -142,7 +142,10 @@ def test_logits_of_all_tokens() -> None:
 @pytest.mark.parametrize("cache", ["static", "static, compiled", "dynamic"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_generation_on_every_rank_alike(name: str, cache: str) -> None:
-    """After a call over a ring, with whole prompts. On a GPU, a static cache makes transformers compile."""
+    """Every rank generates the same tokens from whole prompts under `activate(None)`, after a call over a ring.
+
+    On a GPU, a static cache makes transformers compile the model.
+    """
     prompt, mask = ROWS[:, :9], torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = 0
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "attention_mask": mask, "use_cache": True,
@@ -153,7 +156,7 @@ def test_generation_on_every_rank_alike(name: str, cache: str) -> None:
     model = tiny_model(name, "eager").float().eval()  # eager attention makes NaN of float64's padding
     true = model.generate(prompt, **{**options, "compile_config": None})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda call, **_: call)  # what is handed to compiled code is what differs
+        patch.setattr(torch, "compile", lambda call, **_: call)  # the inputs of compiled code matter here, not the code
 
         def body(ring: Ring) -> None:
             ours, seq = tiny_model(name, "ringattn"), ring.sequence(TOKENS)
@@ -238,7 +241,7 @@ def test_positions_of_text_in_a_model_for_images(shape: str) -> None:
 
 
 def test_sinks_that_lie_over_ranks_of_tensor_parallelism() -> None:
-    """Their local part belongs to the local heads; another number of them is refused."""
+    """The local part of sinks that are DTensors belongs to the local heads. A different number of sinks is refused."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, q = init_device_mesh("cpu", (1,)), torch.zeros(1, 6, 4, 8)

@@ -36,7 +36,7 @@ def ids(tokens: int, rows: int = 2) -> Tensor:
 
 
 def padded(tokens: int = 27, pad: int = 1) -> dict[str, Tensor]:
-    """Rows padded before, after and not at all."""
+    """Return a batch of three rows: padded on the left, on the right, and not padded."""
     mask = torch.ones(3, tokens, dtype=torch.int64)
     mask[0, :6], mask[1, -9:] = 0, 0
     return {"input_ids": torch.where(mask.bool(), ids(tokens, 3), pad), "attention_mask": mask}
@@ -55,14 +55,14 @@ def test_rotary_embeddings_are_chosen_by_the_whole_length(kind: str, tokens: int
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 @pytest.mark.parametrize("cuts", [[0, 4, 17, 27], [0, 18, 27], [0, 9, 27]])
 def test_rotary_embeddings_of_packed_documents(kind: str, cuts: list[int]) -> None:
-    """Their length is that of the longest document, whichever rank has its end."""
+    """RoPE is chosen by the length of the longest document, whichever rank has the end of that document."""
     whole = {"input_ids": ids(27, 1), "position_ids": restarting(cuts)}
     for layout in ("contiguous", "zigzag"):
         assert far_off(lambda: rotary(kind), whole, layout=layout) < 1e-9
 
 
 def test_rotary_embeddings_after_a_longer_text() -> None:
-    """`dynamic` keeps what it chose for a longer text; a text that is short again takes it back."""
+    """A second call with the same long text uses the frequencies that `dynamic` keeps."""
 
     def twice(model: Any, inputs: dict[str, Any]) -> Any:
         model(**inputs)
@@ -83,7 +83,7 @@ def test_rotary_embeddings_with_checkpointed_layers() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_rotary_embeddings_of_a_checkpointed_model(reentrant: bool) -> None:
-    """Computed again in backward it would choose by this rank's tokens."""
+    """Recomputation of the whole model is refused: RoPE would be chosen by this rank's tokens."""
 
     def call(seq: Any) -> None:
         model, inputs = adapter.prepare(rotary("longrope")), {"position_ids": seq.positions()[None]}
@@ -105,7 +105,7 @@ def test_rotary_embeddings_of_a_model_that_is_not_prepared(kind: str) -> None:
     refused(call, rf"rotary embeddings of type {kind}, .*prepare\(model\)")
 
 
-# --- places that a model counts by itself ---------------------------------------------------------------------------
+# --- positions that a model counts by itself ------------------------------------------------------------------------
 
 HEADS = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4,
@@ -147,7 +147,7 @@ def test_places_that_a_model_counts_from_its_mask() -> None:
 
 
 def test_places_of_embeddings_and_of_documents() -> None:
-    """No padding is known of embeddings; each document counts from its own start."""
+    """Positions are exact for `inputs_embeds`, whose padding is unknown, and restart in each packed document."""
     embeds = torch.randn(2, 27, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     assert far_off(lambda: counting("Roberta"), {"inputs_embeds": embeds}) < 1e-9
 
@@ -171,7 +171,7 @@ def test_places_of_embeddings_and_of_documents() -> None:
 
 @pytest.mark.parametrize("kind", ["absolute", "rotary"])
 def test_embeddings_that_hold_their_places_already(kind: str) -> None:
-    """ESM looks up no place for them; a rotary one turns them by 0, 1, ...."""
+    """ESM looks up no position for `inputs_embeds`. Its rotary kind rotates queries and keys by positions 0, 1, ...."""
 
     def make() -> Any:
         return counting("Esm", position_embedding_type=kind)
@@ -211,7 +211,7 @@ def test_places_from_0_where_the_model_counts_others(name: str, prepared: bool) 
 
 
 def test_places_on_one_rank() -> None:
-    """The same batch and call as on several."""
+    """On one rank, the batch and the call of several ranks are exact."""
     true = counting("Roberta")(**padded()).last_hidden_state
     with Ring() as ring:
         model = adapter.prepare(counting("Roberta"))
@@ -239,7 +239,10 @@ def test_a_model_that_cannot_be_asked_for_its_places() -> None:
 
 
 def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
-    """FSDP2 would take an embedding that is called first for the whole model, and refuse the model's own call."""
+    """`computes_positions` calls embeddings without their hooks.
+
+    Otherwise FSDP2 would take an embedding that is called first for the root module, and refuse the model's own call.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = tiny_model("llama", "eager")

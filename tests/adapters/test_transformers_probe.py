@@ -1,4 +1,4 @@
-"""Probes of a prepared model leave no trace in its modules, in random numbers or in hooks of the user."""
+"""Probes of a prepared model leave its modules, the random number generators and the user's hooks unchanged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 
 
 def counted(model: Any) -> Counter[str]:
-    """Count calls from now on, by module: of its two hooks, and of a forward that a user has set on an embedding."""
+    """Install hooks on every module, and a user-defined forward on embeddings. Return the counter of their calls."""
     calls: Counter[str] = Counter()
 
     def count(path: str) -> Callable[..., None]:
@@ -107,7 +107,10 @@ def test_a_probe_leaves_a_model_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rotary_embeddings_after_a_longer_text_elsewhere(kind: str) -> None:
-    """One process has seen 40 tokens, and `dynamic` keeps their frequencies for the 27 of the first ring call."""
+    """After a local call with 40 tokens, a shorter first call over a ring is exact.
+
+    `dynamic` keeps the frequencies of the longer call for 27 tokens, as it does in one process.
+    """
 
     def after_longer(model: Any, inputs: dict[str, Any]) -> Any:
         with torch.no_grad(), activate(None):

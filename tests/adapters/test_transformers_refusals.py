@@ -122,7 +122,7 @@ def test_models_that_are_not_prepared() -> None:
     ],
 )
 def test_models_that_add_alibi_by_themselves(kind: str, message: str) -> None:
-    """Also Bloom created with our implementation, which it accepts but ignores."""
+    """Models with ALiBi inside their modules are refused, also Bloom created with "ringattn", which it ignores."""
     alibi = {"alibi": True} if kind == "falcon" else {}
     attention = "ringattn" if kind == "bloom" else "eager"
     config = transformers.AutoConfig.for_model(kind, **SMALL, num_attention_heads=4, **alibi)
@@ -190,7 +190,7 @@ def test_positions_of_a_padded_row() -> None:
 
 
 def test_positions_that_attention_does_not_get() -> None:
-    """Llama 4 does not pass positions to attention. `prepare` does, for one model and one call."""
+    """Llama 4 does not pass positions to attention. `prepare` passes them, but only in calls of the prepared model."""
 
     def call(seq: Sequence) -> None:
         models = [tiny_model("llama4_text", "ringattn", attn_temperature_tuning=False) for _ in range(2)]
@@ -423,5 +423,5 @@ def test_a_table_as_mask_where_attention_is_local(name: str, kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_over_two_ranks_equals_one_process() -> None:
-    """Attention and its checks are left out of the graph."""
+    """Results are exact. Attention and its checks run outside of the compiled graph."""
     assert far_off_compiled(partial(tiny_model, "llama", num_hidden_layers=1), ROW, [0, 10, 27]) <= 1e-10

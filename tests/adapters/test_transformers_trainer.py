@@ -37,7 +37,7 @@ TOLERANCE = 1e-9
 
 
 def check_trained(folder: Path, world_size: int, cases: tuple[str, ...]) -> None:
-    """Weights, losses of steps and of evaluations are those of one process."""
+    """Train the cases over processes. Check that weights, losses and counts equal those of one process."""
     entry = "tests.adapters.trainer:compute_errors"
     answers: dict[str, Any] = call_in_program(entry, str(folder), world_size, cases, timeout_s=560.0)
     assert tuple(answers) == cases
@@ -61,7 +61,7 @@ def test_checkpointed_layers_of_both_routes(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", CASES)
 def test_trainer_over_processes(world_size: int, tmp_path: Path) -> None:
-    """One ring of two ranks, or two."""
+    """Training equals one process on one ring of two ranks (2 processes) and on two such rings (4 processes)."""
     check_trained(tmp_path, world_size, CASES[world_size])
 
 
@@ -77,7 +77,7 @@ def ring() -> Iterator[Ring]:
 def build_trainer(
     folder: Path, ring: Ring | None, kind: type = RingTrainer, args: dict[str, Any] | None = None, **given: Any
 ) -> Any:
-    """A Trainer of one process, with this ring or with that of a configuration."""
+    """Return a Trainer in one process, with this ring, or with that of its `parallelism_config` if `ring` is None."""
     options = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 1}
     options |= {"save_strategy": "no"}
     arguments = transformers.TrainingArguments(**options | (args or {}))
@@ -140,7 +140,10 @@ def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring
 
 
 def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a run which is resumed goes on as it would have; batches of one step draw on from one seed."""
+    """The dropout seed of an activation depends on the step's number, so that a resumed run continues alike.
+
+    All batches of one step have the same seed.
+    """
     seeds, inner = [], ring.activate
 
     def seen(seq: Any, *, dropout_seed: int | None = None) -> Any:
@@ -156,7 +159,7 @@ def test_a_step_drops_by_its_number(tmp_path: Path, ring: Ring, monkeypatch: pyt
 
 
 def test_streams_evaluated_over_several_rings(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused when the trainer is made, and not at the first evaluation."""
+    """Evaluation of a stream over several rings is refused when the trainer is created, before any evaluation."""
     monkeypatch.setattr(RingTrainer, "_rings", lambda self: (2, 0))
     args, stream = {"accelerator_config": {"dispatch_batches": False}}, Stream(texts())
     build_trainer(tmp_path, ring, args=args, train_dataset=stream, eval_dataset=texts())
@@ -203,7 +206,7 @@ def test_trainers_of_trl(name: str, reason: str) -> None:
 
 
 class OwnLoss:
-    """Computes a custom loss."""
+    """A mixin with its own `compute_loss`, which calls that of the next class."""
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         return super().compute_loss(*args, **options)  # type: ignore[misc]
@@ -214,7 +217,7 @@ class Between(OwnLoss, transformers.Trainer):
 
 
 def own_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    """A `compute_loss_func`."""
+    """Return a loss from the logits only; a user's `compute_loss_func`."""
     return outputs.logits.square().sum() / num_items_in_batch
 
 
@@ -242,7 +245,7 @@ def test_a_custom_loss_with_another_scale_is_refused(
 
 
 def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:
-    """Also on the trainer itself."""
+    """A `compute_loss` that a user sets on the trainer instance later gets whole outputs too."""
     trainer, seen = build_trainer(tmp_path, ring), []
 
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -355,16 +358,16 @@ def test_ways_to_send() -> None:
 
 
 class Alone(RingParallelismConfig):
-    """As if this process were both ranks of a ring."""
+    """A configuration for one process that behaves as if the process were both ranks of a ring."""
 
     def build_device_mesh(self, device_type: str) -> Any:
-        """The stand-in of a mesh."""
+        """Return a stand-in for a mesh, without dimension names."""
         return type("Mesh", (dict,), {"mesh_dim_names": ()})(cp=None)
 
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[RingParallelismConfig]:
-    """A configuration whose ring has one rank."""
+    """Yield a configuration with cp_size=2 whose ring has one rank."""
     AcceleratorState._reset_state(True)
     with Ring() as ring:
         monkeypatch.setattr(by_configuration, "ring_of", lambda mesh: ring)

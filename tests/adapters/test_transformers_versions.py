@@ -65,7 +65,7 @@ def test_neighbouring_versions_are_one_range() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets the version of transformers that seems to be installed, and forgets what was checked."""
+    """Yield a function that sets the version of transformers that seems to be installed, and clears cached checks."""
 
     def set_version(version: str) -> None:
         monkeypatch.setattr(host_versions, "version", lambda package: version)
@@ -117,7 +117,7 @@ def test_a_mask_of_4_57_has_the_positions_of_its_queries() -> None:
 
 @pytest.mark.parametrize(("by_document", "cuts"), [(True, [0, 4, 9, 14, 17]), (False, [0, 4, 5, 10, 15, 17])])
 def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 5.23 on each document begins a chunk; before, chunks are those of the row."""
+    """From 5.23 on, each document begins a new chunk. Earlier versions count chunks from the start of the row."""
     monkeypatch.setattr(attention, "chunks_begin_with_documents", lambda: by_document)
     function = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
     spec = mask_spec(batch_size=1, q_length=17, kv_length=17, mask_function=function, local_size=5)

@@ -64,7 +64,10 @@ def in_views(outputs: Any) -> Tensor:
 
 
 def in_place(outputs: Any) -> Tensor:
-    """Return a loss of logits changed in place, directly and through a view, after a first read without a graph."""
+    """Return a loss of logits changed in place, directly and through a view.
+
+    The logits are first read under `no_grad`.
+    """
     with torch.no_grad():
         first = outputs.logits.std()
     shifted = outputs.logits[:, :-1]
@@ -81,7 +84,7 @@ def in_states(outputs: Any) -> Tensor:
 
 
 class Doubled(torch.autograd.Function):
-    """Twice its input, by a function that autograd does not see into."""
+    """A custom autograd function that doubles its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
 
 
 def with_trl() -> dict[str, str]:
-    """The variables of a program for which TRL and PEFT are installed."""
+    """Return the environment variables of a program that can import TRL and PEFT."""
     path = os.pathsep.join([str(environment(*WITH_TRL)), str(ROOT)])
     return {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
@@ -38,7 +38,7 @@ def with_trl() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # about 60 s on an idle machine
 def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
-    """Weights after three steps, every metric that SFTTrainer logs, and gradients of every kind of adapter."""
+    """Weights after three steps, every logged metric and the gradients of every adapter equal one process."""
     answers = call_in_program("tests.adapters.sft:compute_errors", str(tmp_path), timeout_s=560.0, **with_trl())
     trainings, adapters, with_lora = answers["sft"], answers["adapters"], answers["modes"]
     assert len(trainings) >= 14
