@@ -1,1 +1,1 @@
-"""The fuzzer: drawn uses of the public face against an independent dense reference. `python -m tests.fuzz` runs it."""
+"""The fuzzer: random uses of the public API against an independent dense reference. `python -m tests.fuzz` runs it."""

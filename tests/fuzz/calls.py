@@ -1,7 +1,7 @@
 """One rank's part of a case of attention calls, which uses only the public API.
 
-Guarantees: every result consists of plain values in float64, so that it can be sent between processes; an error of a
-call or of a backward pass is a result too.
+Guarantees: every result consists of float64 tensors and strings, so that it can be sent between processes. A refusal of
+a call is a result too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CallResult = dict[str, Any]
 
 
 def on_rank(ring: ringattn.Ring, case: Case) -> list[CallResult]:
-    """Return this rank's result of each call: its shards of out, lse and of the gradients, or the refusal."""
+    """Make all calls and run their backward passes. Return this rank's result or refusal of each call."""
     rows = [_Call(ring, case, index) for index in range(len(case["calls"]))]
     for index, call in enumerate(rows):
         call.attend(rows[: index + 1])
@@ -39,7 +39,7 @@ def on_rank(ring: ringattn.Ring, case: Case) -> list[CallResult]:
 
 
 def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequence:
-    """Return the sequence, with its documents from the start or added later."""
+    """Create the sequence. With `cut_later`, `with_documents` adds the documents afterwards."""
     if cut_later:
         whole = ring.sequence(seq["length"], layout=seq["layout"], for_=seq["for_"])
         return whole.with_documents(seq["documents"])
@@ -51,14 +51,14 @@ def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequen
 
 
 def placed_for(seq: Case) -> str:
-    """Return the schedule that documents are placed for; older cases name none."""
+    """Return the schedule for which the layout `documents` places documents; "auto" in older cases, which name none."""
     name = seq.get("schedule", "auto")
     assert isinstance(name, str)
     return name
 
 
 def owned(seq: Case, ranks: int) -> list[Tensor]:
-    """Return the positions of each rank as the reference defines layouts; for `documents`, the library's own layout."""
+    """Return the positions of each rank as the reference defines them; the library defines those of `documents`."""
     if seq["layout"] == "documents" and seq["documents"] is not None:
         cuts = tuple(seq["documents"])
         layout = make_layout("documents", cuts[-1], ranks, cuts, at_once=placed_for(seq) == "all_gather")
@@ -69,7 +69,7 @@ def owned(seq: Case, ranks: int) -> list[Tensor]:
 
 @contextmanager
 def modes(case: Case, mode: str) -> Iterator[None]:
-    """Enter autocast and the modes without gradients of the case."""
+    """Enter the autocast of the case, and inference mode or `no_grad` if `mode` says so."""
     with ExitStack() as stack:
         if case["autocast"]:
             stack.enter_context(torch.autocast("cpu", getattr(torch, case["autocast"])))
@@ -81,7 +81,7 @@ def modes(case: Case, mode: str) -> Iterator[None]:
 
 
 class _Call:
-    """One call on one rank: its leaves and results."""
+    """One call on one rank, with its leaves and results."""
 
     def __init__(self, ring: ringattn.Ring, case: Case, index: int) -> None:
         self.ring, self.case, self.index, self.call = ring, case, index, case["calls"][index]
@@ -94,7 +94,7 @@ class _Call:
         self.loss: Tensor | None = None
 
     def attend(self, calls: list[_Call]) -> None:
-        """Create the leaves and make the call. A refusal is recorded; other errors propagate."""
+        """Create the leaves and make the call. Record a refusal (InputError); let other errors propagate."""
         call, ring = self.call, self.ring
         values = inputs.values(self.case, self.index)
         try:
@@ -159,7 +159,7 @@ class _Call:
             return self._run_call(*tensors)
 
     def _run_call(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Make the call through the entry of the case."""
+        """Make the call through the API that the case names in `via`."""
         call, ring = self.call, self.ring
         options = call["options"] | (call["bad"] or {})
         options |= {

@@ -33,7 +33,7 @@ def divisor(r: Random, ranks: int) -> int:
 
 
 def schedule(r: Random, ranks: int) -> str:
-    """Draw "auto" or a schedule by name, some with the number that it takes."""
+    """Draw "auto" or the name of a schedule, for some schedules with their number ("name:2")."""
     if maybe(r, 0.5):
         return "auto"
     name = r.choice([*SCHEDULES, *NUMBERED])
@@ -57,9 +57,9 @@ def numbers(r: Random, kind: str) -> Case:
 
 
 def draw_nodes(r: Random) -> Case:
-    """Draw machines for schedule="auto": ranks per node, and links that make one schedule or another the fastest.
+    """Draw a cluster for schedule="auto": ranks per node, and link speeds, which decide what schedule is the fastest.
 
-    `gpu`: the machines are not named but recognised by these GPUs. None: they are named.
+    `gpu` in the result: the ring must recognise the cluster by these GPUs. None: the ring gets a `Cluster`.
     """
     return {"ranks": r.choice([1, 2, 2, 3, 4]), "bandwidth": r.choice([1e5, 1e7, 1e9]),
             "latency_s": r.choice([1e-6, 1e-4]), "node_bandwidth": r.choice([1e5, 1e6]),
@@ -89,16 +89,17 @@ def _documents(r: Random, length: int, count: int | None = None) -> list[int]:
 
 
 def of_documents(r: Random, case: Case) -> Case:
-    """Draw a layout of documents, and the schedule that they are placed for."""
+    """Draw a layout that depends on documents; for `documents` also the schedule for which it places them."""
     if maybe(r, 0.5):
         return {"layout": "per_document"}
-    # On known machines the planner decides what "auto" places for; otherwise it places for steps.
+    # On a known cluster the planner decides for which schedule "auto" places documents. Without a cluster, "auto"
+    # places them for schedules that run in steps.
     names = ["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])]
     return {"layout": "documents", "schedule": r.choice(names)}
 
 
 def sequence(r: Random, case: Case, documents: int | None = None, longest: int = LONGEST) -> Case:
-    """Draw the arguments of `Ring.sequence`. `documents`: how many; 0 for none."""
+    """Draw the arguments of `Ring.sequence`. `documents`: the number of documents, 0 for none, None for any."""
     length = _length(r, case["ranks"], longest)
     cut = maybe(r, 0.35) if documents is None else documents > 0
     cuts = _documents(r, length, documents) if cut else None

@@ -1,4 +1,4 @@
-"""Draws a case from a seed: a dictionary of plain values, which prints readably and holds everything that a run needs.
+"""Draws a case from a seed: a dictionary of plain values that prints readably and contains everything that a run needs.
 
 Guarantees: a seed always gives the same case, whichever kinds are selected. Cases are drawn from all options of the
 public API, including combinations that are refused.
@@ -83,7 +83,7 @@ def draw(seed: int) -> Case:
 
 
 def _layer(r: Random, case: Case) -> Case:
-    """Draw a multi-head layer, its options and its uses."""
+    """Draw a multi-head layer, its options, and how a run uses it: mode, steps and autocast."""
     over_rings = "RingMultiheadAttention", "RingMultiheadDilatedAttention"
     name = r.choice([*over_rings * 2, "MultiheadDilatedAttention"])
     kv_heads = r.choice([1, 1, 2, 3])
@@ -127,7 +127,7 @@ def _layer(r: Random, case: Case) -> Case:
 
 
 def _tensors(r: Random) -> list[Case]:
-    """Draw tensors to shard, gather and label."""
+    """Draw tensors for `shard`, `gather` and `shard_labels`."""
     integers = ["uint8", "int8", "int16", "int32", "int64", "bool"]
     tensors = []
     for _ in range(r.choice([1, 2])):

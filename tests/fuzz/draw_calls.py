@@ -23,14 +23,14 @@ from tests.fuzz.choices import (
 
 
 def call(r: Random, case: Case) -> Case:
-    """Draw a call of `Ring.attention` or `Ring.dilated_attention`, direct or by a layer, and the use of its results."""
+    """Draw a call of `Ring.attention` or `Ring.dilated_attention`, directly or through another API, and its loss."""
     kind = case["kind"]
     dilated = kind == "dilated" or (kind not in ("attention", "triton") and maybe(r, 0.4))
     kv_heads = r.choice([1, 1, 2, 2, 3, 4])
     heads = kv_heads * r.choice([1, 1, 1, 2, 3]) if maybe(r, 0.98) else kv_heads
     dims = [r.choice([8, 8, 4, 16, 1, 2, 3, 5, 7, 20])] * 2
     if maybe(r, 0.2):
-        # The eight-bit reference takes its scale from the values, so there must be at least one.
+        # The eight-bit reference computes its scale from the values of a head, so a head must have at least one.
         dims[1] = r.choice([8, 1, 3, 12, 16, *([] if "kv_wire_dtype" in case["ring"] else [0])])
     call: Case = {
         "op": "dilated" if dilated else "attention",
@@ -140,7 +140,7 @@ def branches(r: Random, call: Case) -> Case:
 
 
 def _maybe_bad(r: Random, call: Case) -> None:
-    """Rarely set an option that every rank must refuse."""
+    """Set an option that every rank must refuse, in few calls."""
     if not maybe(r, 0.02):
         return
     bad: list[Case] = [
@@ -155,7 +155,7 @@ def _maybe_bad(r: Random, call: Case) -> None:
 
 
 def draw_mask(r: Random, call: Case) -> None:
-    """Give some calls chunks, prefixes or global tokens."""
+    """Draw a mask for some calls: chunks, prefixes or global tokens."""
     options = call["options"]
     if call["op"] != "attention" or call["via"] == "sdpa":
         return
@@ -172,10 +172,10 @@ def draw_mask(r: Random, call: Case) -> None:
 
 
 def draw_frozen(r: Random, case: Case) -> None:
-    """Freeze parts on some ranks: draw which inputs need gradients on which rank.
+    """Draw for each rank which inputs of a call need gradients, as if some ranks had frozen a part of the model.
 
-    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient, so each rank has at
-    least one such input.
+    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient. If a call uses one, at
+    least one input needs a gradient on each rank.
     """
     calls, min_grads = case["calls"], int(any(call["mode"] == "reentrant" for call in case["calls"]))
     if case["ranks"] == 1 or not maybe(r, 0.35):
@@ -194,7 +194,10 @@ def draw_frozen(r: Random, case: Case) -> None:
 
 
 def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
-    """Draw another call on the same ring: new, alike, alike on the same inputs, or one that reads another's output."""
+    """Draw another call on the same ring.
+
+    It is independent, or equal to the last call: on new inputs, on the same inputs, or with the last output as its q.
+    """
     choice, base = r.random(), len(calls) - 1
     last = calls[base]
     if choice < 0.3 or last["bad"]:
@@ -212,7 +215,7 @@ def next_call(r: Random, case: Case, calls: list[Case]) -> Case:
 
 
 def odd(r: Random, case: Case, call: Case) -> Case:
-    """Draw what one rank does differently from the others, which all ranks must refuse."""
+    """Draw a rank and a change of the call on that rank only, which all ranks must refuse."""
     options, rank, ranks = call["options"], r.randrange(case["ranks"]), case["ranks"]
     if call["via"] != "sdpa" and not call["bad"] and maybe(r, 0.35):  # change only the number of the schedule
         name, usual = r.choice(NUMBERED), divisor(r, ranks)
@@ -237,7 +240,10 @@ def odd(r: Random, case: Case, call: Case) -> Case:
 
 
 def draw_activation(r: Random, case: Case) -> None:
-    """Activate the sequence around or inside SDPA's checkpointed region, and possibly any sequence around backward."""
+    """Draw whether SDPA's sequence is activated around or inside the checkpointed region.
+
+    For some cases also draw a call whose sequence is active during the backward passes.
+    """
     for call in case["calls"]:
         if call["via"] == "sdpa":
             call["active"] = r.choice(["around", "inside"])

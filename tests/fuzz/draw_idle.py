@@ -14,7 +14,7 @@ PROCESSES = 4
 
 
 def draw_idle(r: Random, case: Case) -> Case:
-    """Draw a case of one call, or of two that are alike."""
+    """Draw a case of one call, or of two equal calls on different tensors."""
     transport = r.choice(TRANSPORTS)
     ranks = r.choice([2, 3, 4, 4, 5, 6, 8]) if transport == "local" else r.choice([2, 3, 3, PROCESSES, PROCESSES])
     case |= {"ranks": ranks, "transport": transport} | numbers(r, "idle")
@@ -27,7 +27,7 @@ def draw_idle(r: Random, case: Case) -> Case:
 
 
 def _call(r: Random, case: Case) -> Case:
-    """Draw a call with idle ranks; most are trained."""
+    """Draw a call in which some ranks are likely to be idle. Most calls have a backward pass."""
     call_, ranks = call(r, case | {"kind": r.choice(["attention"] * 4 + ["dilated"])}), case["ranks"]
     call_ |= {"bad": None, "in_place": False, "cut_later": False, "via": "ring", "batch": r.choice([1, 1, 2])}
     call_ |= {"mode": r.choice(["train"] * 8 + ["checkpoint", "no_grad"])}

@@ -1,9 +1,9 @@
 """The results that the reference requires of a case of attention calls, and their tolerances.
 
-Tolerances follow from rounding. float64: 1e-10, float32: 1e-5, relative to a result's largest element or to the largest
-product in it. They are multiplied by |score| / 5 if scores are larger than those of unit normal inputs, because the
-error of exp(score) grows by that factor. For half precision, and for data rounded on the wire: a few roundings of each
-product that a result sums.
+Tolerances follow from rounding. They are 1e-10 for float64 and 1e-5 for float32, relative to a result's largest element
+or to the largest product in it. They are multiplied by |score| / 5 if scores are larger than those of unit normal
+inputs, because the error of exp(score) grows by that factor. For half precision, and for data rounded on the wire, the
+tolerance of a result is a few roundings of each product that the result sums.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MASKS = ("causal", "window", "mask")
 
 
 class Expected(NamedTuple):
-    """A result, the tolerance of each element, and which elements must be NaN; if any must be, others may be too."""
+    """A result, the tolerance of each element, and a mask of elements that must be NaN.
+
+    With a mask, the other elements may be NaN too.
+    """
 
     value: Tensor
     tolerance: Tensor
@@ -94,7 +97,7 @@ class _Call:
         return abs(self.scale) * q * k + (float(self.bias.abs().max()) if biased else 0.0)
 
     def largest_ds(self) -> tuple[float, float]:
-        """Return upper bounds of every gradient of a score, before cancellation, and of every element of dout."""
+        """Return upper bounds of the gradient of any score, before cancellation, and of any element of dout."""
         out, v = self.kept[0], self.tensors[2].detach()
         dout = _dout(self)
         if not out.numel() or not v.numel():
@@ -111,7 +114,7 @@ def _dout(call: _Call) -> Tensor:
 
 
 def bias_of(call: Case) -> Tensor | None:
-    """Return what ALiBi adds to the scores of a call."""
+    """Return the bias that ALiBi adds to the scores of a call, or None without ALiBi."""
     slopes, seq = call["options"].get("alibi_slopes"), call["seq"]
     if slopes is None:
         return None
@@ -122,7 +125,7 @@ def bias_of(call: Case) -> Tensor | None:
 
 
 def dropout_factors_of(call: Case) -> Tensor | None:
-    """Return the factors by which dropout multiplies the weights of a call."""
+    """Return the factors by which dropout multiplies the weights of a call, or None without dropout."""
     options, (batch, heads) = call["options"], (call["batch"], call["heads"][0])
     if not options.get("dropout_p"):
         return None
@@ -143,7 +146,7 @@ def counts_of(call: Case) -> reference.Counts:
 
 
 def expected(case: Case, refused: list[bool]) -> list[Results | None]:
-    """Return the results of each call; None for a refused call, which is part of no loss."""
+    """Return the expected results of each call, or None for a refused call, which contributes to no loss."""
     calls: list[Any] = []
     for index in range(len(case["calls"])):
         calls.append(None if refused[index] else _Call(case, index, calls))
@@ -189,7 +192,10 @@ def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
 
 
 def _addends(name: str, call: _Call, calls: list[Any]) -> int:
-    """Return how many rounded numbers autograd adds per element: one per call with the leaf, and per expanded row."""
+    """Return how many rounded numbers autograd adds per element of a leaf's gradient.
+
+    Each call that uses the leaf adds one, or one per batch or head to which the leaf is expanded.
+    """
     if name not in ("dq", "dk", "dv"):
         return 1
     place = "qkv".index(name[1])
@@ -225,7 +231,8 @@ def _rounding_bounds(call: _Call) -> dict[str, Tensor]:
         call.values.dlse.abs() if uses["lse"] else 0.0
     )
     ds = p * (torch.einsum("bnhd,bmhd->bhnm", dout, values.abs()) + delta[..., None]) * abs(call.scale)
-    # Below its smallest normal number, the absolute rounding error stays the same: float16 gradients of scores of 1e-7.
+    # Below the smallest normal number of a dtype, the absolute rounding error no longer shrinks. Gradients of scores
+    # of 1e-7 in float16 are such numbers.
     least = torch.finfo(getattr(torch, case["dtype"])).tiny
     p, ds = (torch.where(call.counts.pairs.sum(0) > 0, x.clamp(min=least), 0.0) for x in (p, ds))
 
@@ -254,13 +261,13 @@ def _rounding_bounds(call: _Call) -> dict[str, Tensor]:
 
 
 def _nan_reach(call: _Call) -> dict[str, Tensor]:
-    """Return which results a NaN in the inputs must reach: those of every pair that contains it."""
+    """Return masks of the elements of each result that must be NaN: those that depend on a pair with a NaN input."""
     group, heads = call.call["heads"][0] // call.call["heads"][1], call.call["heads"][0]
     named = zip("qkv", call.values[:3], strict=True)
     q, k, v = (inputs.as_input(x.isnan(), call.call, name).transpose(1, 2) for name, x in named)
     q, k, v = q.any(-1), k.any(-1).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    # Detached branches are separate softmaxes: a NaN in their scores reaches only their own keys, but a share that is
-    # NaN makes all shares of its row NaN.
+    # Detached branches are separate softmaxes: a NaN in the scores of a branch reaches only the keys of that branch.
+    # But if the share of a branch is NaN, all shares of the row are.
     pairs = call.counts.pairs if call.detached else call.counts.pairs.sum(0, keepdim=True)
     branches = [(branch > 0).expand(heads, -1, -1)[None] for branch in pairs]
     lse = torch.stack([(attends & (q[..., None] | k[:, :, None])).any(-1) for attends in branches]).any(0)

@@ -1,6 +1,6 @@
-"""The tensors of a call: values from the seed, in the memory layouts of a user's tensors.
+"""The input tensors of a call: values drawn from the seed, in memory layouts that users' tensors may have.
 
-Guarantees: the reference and the ranks get the same values; the memory around an input is NaN.
+Guarantees: the reference and the ranks get the same values. Elements of a larger tensor around an input are NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = "qkv"
 
 
 class Values(NamedTuple):
-    """Whole tensors in the call's dtype: q, k, v (batch, tokens, heads, dim), or broadcast over batches or heads."""
+    """Whole tensors of a call: q, k, v (batch, tokens, heads, dim), with size 1 for broadcast batches or heads."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,7 @@ def generator(case: Case, index: int) -> torch.Generator:
 
 
 def values(case: Case, index: int) -> Values:
-    """Return the values of a call: unit normal times `size`."""
+    """Return the values of a call. Those of q, k and v are unit normal, times `size` of the call."""
     call, random, dtype = case["calls"][index], generator(case, index), getattr(torch, case["dtype"])
     (heads, kv_heads), (d_k, d_v), batch = call["heads"], call["dims"], call["batch"]
     q_tokens = call["seq"]["length"]
@@ -62,7 +62,7 @@ def values(case: Case, index: int) -> Values:
 
 
 def leaf_of(kind: str, x: Tensor) -> Tensor:
-    """Return the user's tensor that holds x and requires the gradient."""
+    """Return a tensor with the memory layout `kind` that contains x, for use as a leaf. `inside` returns x of it."""
     batch, tokens, heads, dim = x.shape
     if kind == "transposed":
         return x.transpose(1, 2).contiguous()
@@ -84,7 +84,7 @@ def leaf_of(kind: str, x: Tensor) -> Tensor:
 
 
 def inside(kind: str, leaf: Tensor, dim: int) -> Tensor:
-    """Return the part of a leaf, or of its gradient, that holds x; still broadcast over batches or heads."""
+    """Return the view of a leaf, or of its gradient, that contains x, before it is expanded over batches or heads."""
     if kind == "transposed":
         return leaf.transpose(1, 2)
     if kind == "sliced":
@@ -97,12 +97,12 @@ def inside(kind: str, leaf: Tensor, dim: int) -> Tensor:
 
 
 def as_input(x: Tensor, call: Case, name: str) -> Tensor:
-    """Return x as the input of the call, with all its batches and heads."""
+    """Return x expanded to all batches and heads of the call. `name`: "q", "k" or "v"."""
     return x.expand(call["batch"], x.shape[1], call["heads"][name != "q"], x.shape[3])
 
 
 def loss_of(call: Case, out: Tensor, lse: Tensor | None, dout: Tensor, dlse: Tensor) -> Tensor:
-    """Return the scalar that backward starts from. The lse of a row without keys is left out."""
+    """Return the loss of a call, from out and lse as the case uses them. The lse of a row without keys is left out."""
     total: Any = torch.zeros((), dtype=torch.float64)
     if call["in_place"]:
         out = out.mul_(2)

@@ -1,4 +1,4 @@
-"""Runs a case and reports what is wrong with it."""
+"""Runs a case, compares its results with the reference, and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _processes = SharedProcesses()
 
 
 class Wrong(AssertionError):
-    """Describes what is wrong with a case."""
+    """The error that describes what is wrong with a case."""
 
 
 def check(case: Case) -> None:
-    """Run the case. Raises `Wrong` if it does not hold."""
+    """Run the case. Raises `Wrong` if a result or a refusal is wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if case["kind"] == "sequences":
@@ -48,7 +48,7 @@ def error_of(case: Case) -> str | None:
 
 
 def _all_returned(outcomes: Outcomes) -> Outcomes:
-    """Raise the first error of a rank that was not caused by another rank's error."""
+    """Return `outcomes`. Raises `Wrong` if any is an error, first of all one that no other rank's error caused."""
     errors = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
     if not errors:
         return outcomes
@@ -95,9 +95,9 @@ def _calls(case: Case) -> None:
 
 
 def _needs_changed(case: Case, outcomes: Outcomes) -> bool:
-    """Return whether heartbeats ended the ring because the ranks' needs for gradients changed between two equal calls.
+    """Return whether heartbeats ended the ring because other ranks need gradients than in an earlier, equal call.
 
-    This happens only after a call without gradient mode, on a transport that compares a call once.
+    This happens only after a call without gradient mode, on a transport that compares equal calls only once.
     """
     modes = {call["mode"] for call in case["calls"] if "grads_of" in call}
     causes = [isinstance(outcome, RingError) and "on one of the two ranks only" in str(outcome) for outcome in outcomes]
@@ -107,7 +107,10 @@ def _needs_changed(case: Case, outcomes: Outcomes) -> bool:
 def _with_frozen(
     case: Case, call: Case, shards: Sequence[calls.CallResult], expected_results: Results
 ) -> list[calls.CallResult]:
-    """Fill in expected gradients where a rank needs none; compare those of the sinks only if every rank needs them."""
+    """Return the shards with the expected gradients in place of those that a rank does not need.
+
+    If a rank does not need the gradient of the sinks, remove it from the results and from the expected results.
+    """
     filled = [dict(shard) for shard in shards]
     rows = {"dq": calls.owned(call["seq"], case["ranks"])}
     rows["dk"] = rows["dv"] = calls.owned(call["kv_seq"] or call["seq"], case["ranks"])
@@ -155,7 +158,7 @@ def _layer(case: Case) -> None:
 
 
 def _order(case: Case, outcomes: Outcomes) -> None:
-    """Check that a backward in another order on one rank is an error of the ring on every rank."""
+    """Check that every rank raises an error of the ring if one rank runs its backward passes in another order."""
     for rank, outcome in enumerate(outcomes):
         if not isinstance(outcome, BaseException):
             raise Wrong(f"rank {case['odd']['rank']} went backward in another order, and rank {rank} raised nothing")
@@ -186,9 +189,9 @@ def joined(case: Case, call: Case, parts: Sequence[calls.CallResult]) -> dict[st
 
 
 def compare(call_name: str, results: dict[str, Tensor | None], expected_results: Results, nan: bool = False) -> None:
-    """Raise `Wrong` if a result exceeds its tolerance, or is not finite where it should be.
+    """Raise `Wrong` if a result differs by more than its tolerance, or is not finite where it should be.
 
-    `nan`: the inputs contain NaN, so any result may contain some.
+    `nan`: the inputs contain NaN, so any result may contain NaN.
     """
     for name, value in results.items():
         expected_result = expected_results.get(name)

@@ -46,7 +46,7 @@ def tensors(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def on_rank(ring: ringattn.Ring, case: Case) -> LayerResult:
-    """Return this rank's shards of out and dx, and its part of the weights' gradients; or the refusal."""
+    """Run the layer. Return this rank's shards of out and dx and its part of the weights' gradients, or the refusal."""
     try:
         layer = layer_of(case)
         seq = sequence(ring, case["seq"], False)
@@ -87,7 +87,7 @@ SPREAD = 4
 
 
 def unit(case: Case) -> float:
-    """Return the relative change of a number by one rounding, at least the error of kernels of its dtype."""
+    """Return the relative error of one rounding in the case's dtype or autocast, or that of kernels if it is larger."""
     rounding = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}[case["dtype"]]
     if case["autocast"] and case["dtype"] != "float64":
         rounding = max(rounding, 2.0**-8 if case["autocast"] == "bfloat16" else 2.0**-11)
@@ -95,15 +95,15 @@ def unit(case: Case) -> float:
 
 
 def expected(case: Case) -> dict[str, Expected]:
-    """Return out, and with a backward the gradients of x and of the weights, summed over the steps."""
+    """Return the expected out and, in training modes, the gradients of x and of the weights, summed over the steps."""
     exact, largest = _results(case, lambda x: x)
     random = torch.Generator().manual_seed(case["seed"] * 16 + 2)
 
     def rounded(x: Tensor) -> Tensor:
         return x * (1 + unit(case) * (2 * torch.rand(x.shape, generator=random, dtype=x.dtype) - 1))
 
-    # A norm divides by the size of a row, so rounding a small row has a large effect. The same roundings applied to the
-    # reference show how large.
+    # A norm divides by the size of a row, so rounding a small row has a large effect. Random roundings of the same size
+    # in the reference show how large the effect is.
     rounded_results, _ = _results(case, rounded)
     expected_results = {}
     for name, value in exact.items():

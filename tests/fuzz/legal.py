@@ -1,4 +1,4 @@
-"""The refusals that the definitions require; any other refusal is a failure, and so is an answer to an invalid call."""
+"""The refusals that the definitions require. Any other refusal is a failure, and so is a result of an invalid call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def _nodes_are_uneven(case: Case) -> bool:
 
 
 def calls_differ(case: Case) -> bool:
-    """Return whether the first call of one rank differs. A window that ends at the query is causal anyway."""
+    """Return whether the first call of one rank differs in effect from that of the others.
+
+    A change of `causal` has no effect if the window ends at the query.
+    """
     change, window = case.get("odd", {}).get("change"), case["calls"][0]["options"].get("window")
     same = change in ({"causal": True}, {"causal": False}) and window is not None and window[1] == 0
     return change is not None and not same and case["ranks"] > 1

@@ -1,6 +1,6 @@
-"""Runs one function on all ranks of a ring: threads of this process, or processes that are reused by the next case.
+"""Runs a function on all ranks of a ring. Ranks are threads of this process, or processes that later cases reuse.
 
-Guarantees: returns by rank what each rank returned or raised; every wait ends at the deadline.
+Guarantees: callers get each rank's return value or error; every wait ends at the deadline.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Outcomes = list[Any]
 
 
 def _cluster(case: Case) -> Cluster | str | None:
-    """Return the machines that schedule="auto" chooses for; None: unknown."""
+    """Return the argument `cluster` of the ring, for which schedule="auto" chooses: a cluster, "auto", or None."""
     if not (nodes := case.get("nodes")):
         return None
     if nodes.get("gpu"):
@@ -79,7 +79,7 @@ def _run_rank(open_transport: Callable[[], Any], body: Body, case: Case) -> Any:
 
 
 def on_threads(body: Body, case: Case) -> Outcomes:
-    """Run every rank as a thread; the transport "nccl" is simulated."""
+    """Run `body` on every rank, each a thread, and return the outcomes. The transport "nccl" is simulated."""
     world, nccl, store = LocalWorld(case["ranks"], TIMEOUT_S), SimWorld(case["ranks"]), dist.HashStore()
     outcomes: Outcomes = [TimeoutError("this rank hangs")] * case["ranks"]
 
@@ -98,10 +98,9 @@ def on_threads(body: Body, case: Case) -> Outcomes:
 
 
 class SharedProcesses:
-    """Ranks that are processes over gloo or shared memory.
+    """Ranks that are processes, which communicate over gloo or shared memory.
 
-    They start at the first case and are reused by the next ones.
-    Each case opens a new ring.
+    The processes start at the first case, and later cases reuse them. Each case opens a new ring.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,7 @@ class SharedProcesses:
         self._cases = 0
 
     def run(self, body: Body, case: Case) -> Outcomes:
-        """Run `body`, a top-level function of a module, on every rank.
+        """Run `body`, a top-level function of a module, on every rank. Return the outcomes.
 
         Raises AssertionError if a process hangs or dies.
         """
@@ -134,7 +133,7 @@ def _store_at(port: int) -> dist.Store:
 
 
 def _in_process(rank: int, processes: int, port: int, number: int, body: Body, case: Case) -> Any:
-    """Run one rank; a process beyond the ranks of the case does nothing."""
+    """Run one rank and return its outcome. Return None in a process that is no rank of the case."""
     if rank >= case["ranks"]:
         return None
     warnings.simplefilter("ignore")

@@ -20,9 +20,10 @@ from torch import Tensor
 def shards(layout: str, length: int, ranks: int, documents: Sequence[int] | None) -> list[Tensor]:
     """Return the positions of each rank, in the order of its rows.
 
-    contiguous: one chunk per rank. zigzag: two chunks per rank, r and 2 * ranks - 1 - r. striped: every ranks-th token.
-    per_document: zigzag in each document. Some chunks are one token longer: in a document these continue after the last
-    longer chunk of the previous document; in other layouts they are the first chunks.
+    contiguous: one chunk per rank. zigzag: rank r has the chunks r and 2 * ranks - 1 - r. striped: rank r has every
+    token whose position is r modulo ranks. per_document: zigzag in each document. If the chunks cannot be equal, the
+    first ones have one token more. In per_document, the first longer chunk of a document follows, cyclically, the last
+    longer chunk of the previous document.
     """
     if layout == "striped":
         return [torch.arange(length)[rank::ranks] for rank in range(ranks)]
@@ -53,7 +54,7 @@ def layout_of(name: str, purpose: str, documents: Sequence[int] | None) -> str:
 
 
 class Places(NamedTuple):
-    """For each token: the number of its document, and the start and stop of the document."""
+    """For each token, the number of its document, and the start and stop of that document."""
 
     document: Tensor
     start: Tensor
@@ -61,19 +62,23 @@ class Places(NamedTuple):
 
     @property
     def within(self) -> Tensor:
-        """The position counted from the document's start."""
+        """The position of each token, counted from the start of its document."""
         return torch.arange(len(self.start)) - self.start
 
 
 def places(length: int, documents: Sequence[int] | None) -> Places:
-    """Return the place of each token. `documents`: bounds 0, ..., length; a document may be empty."""
+    """Return the document of each token. `documents`: bounds 0, ..., length; a document may be empty."""
     cuts = torch.tensor([0, length] if documents is None else list(documents))
     document = torch.searchsorted(cuts, torch.arange(length), right=True) - 1
     return Places(document, cuts[document], cuts[document + 1])
 
 
 class Counts(NamedTuple):
-    """How often queries attend to keys, (branches, heads or 1, q tokens, k tokens); zero keys, (branches, heads, q)."""
+    """How often queries attend to keys.
+
+    `pairs`: (branches, heads or 1, q tokens, k tokens). `zero_keys`: the number of zero keys of each query,
+    (branches, heads, q tokens).
+    """
 
     pairs: Tensor
     zero_keys: Tensor | None = None
@@ -88,12 +93,12 @@ def plain_counts(
     window: Sequence[int | None] | None = None,
     mask: str | None = None,
 ) -> Counts:
-    """Count the pairs of documents with the same number; positions are counted from the starts of the two documents.
+    """Count which queries attend to which keys: those of the document with the same number, limited by the options.
 
-    `window` = (l, r): l keys before the query's position and r after it; None or -1 is unbounded. `mask`: the text of a
-    mask. chunked: both documents are cut into chunks of that many tokens, and queries attend to the chunk with the same
-    number. prefix: all queries of a document attend to that many first keys. global_tokens: that many first tokens of
-    both documents are exempt from the window.
+    Positions are counted from the starts of the two documents. `window` = (l, r): l keys before the query's position
+    and r after it; None or -1 is unbounded. `mask`: the text of a mask with a number n. chunked: both documents are cut
+    into chunks of n tokens, and queries attend to the chunk with the same number. prefix: all queries of a document
+    also attend to its first n keys. global_tokens: the first n tokens of both documents are exempt from the window.
     """
     kind, _, numbers = (mask or "").partition(":")
     tokens = [int(number) for number in numbers.split(",") if number]
@@ -125,12 +130,11 @@ def dilated_counts(
     layer: int | None = None,
     tail: str = "ragged",
 ) -> Counts:
-    """LongNet (arXiv 2307.02486): a branch (w, r) cuts each document into segments of w.
+    """Count which queries attend to which keys in LongNet's dilated attention (arXiv 2307.02486).
 
-    In each segment a head keeps every
-    r-th position from its offset on, as queries and as keys.
-
-    tail="zero_pad", not causal: torchscale fills a segment with zero keys, to ceil(min(w, document) / r) kept rows.
+    A branch (w, r) cuts each document into segments of w tokens. In each segment, a head keeps every r-th position from
+    its offset on, as queries and as keys. With tail="zero_pad" and without `causal`, torchscale adds zero keys to a
+    segment, up to ceil(min(w, document length) / r) kept rows.
     """
     token_places = places(length, documents)
     pairs, zero_keys = [], []
@@ -148,7 +152,7 @@ def dilated_counts(
 
 
 def kept_rows(token_places: Places, heads: tuple[int, int], w: int, r: int, offset: str, layer: int | None) -> Tensor:
-    """Return (q heads, tokens): the positions that each query head keeps in the segments of a branch."""
+    """Return a mask of the positions that each query head keeps in the segments of a branch, (q heads, tokens)."""
     q_heads, head = heads[0], torch.arange(heads[0])
     residue = {
         "mod": head % r,
@@ -160,9 +164,9 @@ def kept_rows(token_places: Places, heads: tuple[int, int], w: int, r: int, offs
 
 
 def alibi(slopes: Sequence[float], q: Places, k: Places) -> Tensor:
-    """Return what ALiBi (arXiv 2108.12409) adds to scores, (heads, q tokens, k tokens); positions are in documents.
+    """Return the bias that ALiBi (arXiv 2108.12409) adds to scores, (heads, q tokens, k tokens).
 
-    It is symmetric in the two positions.
+    Positions count from the start of each document. The bias is symmetric in the positions of query and key.
     """
     distance = (q.within[:, None] - k.within[None, :]).abs()
     return -torch.tensor(list(slopes), dtype=torch.float64)[:, None, None] * distance
@@ -192,12 +196,12 @@ def attention(
     bias: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over the counted keys: out (batch, q tokens, heads, d_v) and lse (batch, heads, q tokens), float64.
+    """Return out (batch, q tokens, heads, d_v) and lse (batch, heads, q tokens) in float64.
 
-    A zero key has score and value 0; a sink is a score per head without a value. Without any key, out is 0 and lse
-    -inf. `detached`: the branches are mixed by shares without gradients, and lse has no gradient. `bias`: (heads, q
-    tokens, k tokens), added to the scores. `kept`: (batch, heads, q tokens, k tokens), the factors by which dropout
-    multiplies weights.
+    One softmax covers all counted keys. A zero key has score and value 0; a sink is a score per head without a value.
+    Without any key, out is 0 and lse -inf. `detached`: each branch has a separate softmax, the branches are mixed by
+    shares without gradients, and lse has no gradient. `bias`: (heads, q tokens, k tokens), added to the scores. `kept`:
+    (batch, heads, q tokens, k tokens), the factors by which dropout multiplies weights.
     """
     group = q.shape[2] // max(k.shape[2], 1)
     q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
@@ -212,7 +216,7 @@ def attention(
         scores = scores + bias
 
     def softmax(pairs: Tensor, zero_keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        # A pair with count 0 takes no part, even if its score is NaN.
+        # A pair with count 0 does not contribute, even if its score is NaN.
         logits = [torch.where(pairs > 0, scores + pairs.log(), -torch.inf)]
         extras = [] if zero_keys is None else [zero_keys.log()]
         extras += [] if sinks is None else [sinks.double()[:, None]]
@@ -249,7 +253,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary(x: Tensor, style: str, base: float, xpos: float | None = None, key: bool = False) -> Tensor:
     """Rotate x (batch, tokens, heads, dim) by its positions 0, 1, ... (RoFormer); with `xpos` also scale it (XPos).
 
-    neox rotates element j with j + dim / 2, interleaved 2j with 2j + 1, by position * base ** (-2j / dim).
+    Both styles rotate pairs of elements by the angle position * base ** (-2j / dim). "neox" pairs element j with
+    j + dim / 2, "interleaved" pairs 2j with 2j + 1.
     """
     half = x.shape[-1] // 2
     j = torch.arange(half, dtype=torch.float64)
@@ -268,9 +273,9 @@ def rotary(x: Tensor, style: str, base: float, xpos: float | None = None, key: b
 
 
 def eight_bits(x: Tensor, code: str, dtype: torch.dtype) -> Tensor:
-    """Return x of `dtype`, held in float64, as it is after the wire: codes with one float32 scale per token and head.
+    """Return x, sent in eight bits and decoded to `dtype`, as float64.
 
-    The gradient passes straight through.
+    The wire carries codes and one float32 scale per token and head. The gradient is that of the identity.
     """
     full = x.detach().float()
     scale = (full.abs().amax(-1, keepdim=True) / (127.0 if code == "int8" else 448.0)).clamp(min=2.0**-126)

@@ -1,4 +1,4 @@
-"""Compares the functions of sequences with plain indexing: shard, gather, positions, labels."""
+"""Compares the methods of sequences with plain indexing: shard, gather, positions and labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.draw import Case
 
 
 def on_rank(ring: ringattn.Ring, case: Case) -> None:
-    """Raise AssertionError if a function differs from the indexing that defines it."""
+    """Check the methods of the case's sequence. Raises AssertionError if one differs from the defining indexing."""
     described, ranks = case["seq"], ring.world_size
     if described["layout"] in OF_DOCUMENTS and described["documents"] is None:
         _assert_refused(lambda: sequence(ring, described, False), f"{described['layout']} without documents")
@@ -33,7 +33,7 @@ def on_rank(ring: ringattn.Ring, case: Case) -> None:
 
 
 def gathers_on_rank(ring: ringattn.Ring, case: Case) -> None:
-    """Run equal gathers, and their backward passes in this rank's order."""
+    """Run several equal gathers, then their backward passes in the order of this rank."""
     seq, odd = sequence(ring, case["seq"], False), case["odd"]
     leaves = [torch.ones(seq.counts[ring.rank], 2, requires_grad=True) for _ in case["order"]]
     losses = [(seq.gather(leaf, 0) * (number + 1)).sum() for number, leaf in enumerate(leaves)]

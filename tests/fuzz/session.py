@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
 
 class Tally:
-    """Counts what has run: cases by kind and ranks, calls by engine, schedule and layout; and the failures."""
+    """Counters of a session: cases by kind and ranks, calls by engine, schedule and layout, and the failures."""
 
     def __init__(self) -> None:
         self.cases = 0
@@ -67,7 +67,7 @@ class Tally:
 
 
 def readable(case: Case) -> str:
-    """Format a case over several lines that Python can read."""
+    """Format a case as a Python literal over several lines."""
     return pformat(case, width=120, sort_dicts=False)
 
 
@@ -80,7 +80,10 @@ def run(
     most_failures: int = 1,
     report: Callable[[Tally, float], None] = lambda tally, elapsed_s: None,
 ) -> Tally:
-    """Run seeds from `start` on (None: from the clock) until the time, the cases or the failures are reached."""
+    """Run seeds from `start` on until a limit of time, cases or failures is reached. Return the tally.
+
+    `start`: None takes the first seed from the clock. `report` is called with the tally and the elapsed seconds.
+    """
     if "triton" in kinds:
         os.environ["TRITON_INTERPRET"] = "1"
     first, tally, began = first_seed() if start is None else start, Tally(), 0.0
@@ -102,7 +105,7 @@ def run(
 
 
 def first_seed() -> int:
-    """Return a fresh seed: milliseconds of the clock, spread so that sessions one second apart do not overlap."""
+    """Return a seed from the clock, in milliseconds times 1000, so that sessions a second apart do not overlap."""
     return int(time.time() * 1000) % 10**9 * 1000
 
 

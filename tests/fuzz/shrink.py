@@ -23,7 +23,7 @@ BRANCHES = ("segment_lengths", "dilation_rates")
 
 
 def kind_of_fault(error: str) -> str:
-    """Return the error without its numbers."""
+    """Return the error's text with N for each number."""
     return re.sub(r"-?\d[\d.e+-]*", "N", error)
 
 
@@ -42,7 +42,10 @@ def shrink(case: Case, error: str, seconds: float) -> Case | None:
 
 
 def simpler(value: Any, key: str = "") -> Iterator[Any]:
-    """Yield values that are one step simpler than `value`, the entry of `key`; some of them make no valid case."""
+    """Yield values that are one step simpler than `value`, which is the case or its entry `key`.
+
+    Some of them do not make a valid case.
+    """
     if key in USUAL and value not in (None, USUAL[key]):
         yield USUAL[key]
     if key in DOWN_TO_ONE and value > 1:
@@ -56,7 +59,7 @@ def simpler(value: Any, key: str = "") -> Iterator[Any]:
 
 
 def _simpler_dict(value: Case, key: str) -> Iterator[Case]:
-    """Remove an option, or the same branch from both lists, or make one entry simpler."""
+    """Yield the dictionary without one option, without one branch, with fewer tokens, or with one entry simplified."""
     if key == "options":
         yield from ({name: part for name, part in value.items() if name != left_out} for left_out in value)
         for index in range(len(value.get(BRANCHES[0], ()))):
@@ -69,7 +72,7 @@ def _simpler_dict(value: Case, key: str) -> Iterator[Case]:
 
 
 def _simpler_calls(calls: list[Case]) -> Iterator[list[Case]]:
-    """Remove the last call, or simplify one; equal calls stay equal."""
+    """Yield the calls without the last one, or with one call simplified. Equal calls stay equal."""
     if len(calls) > 1:
         yield calls[:-1]
     for call in calls:

@@ -1,4 +1,4 @@
-"""A few seconds of fresh cases, and seeds that once failed."""
+"""The fuzzer runs a few seconds of new cases, and cases that once failed."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def test_fresh_seeds(kinds: tuple[str, ...], default_s: float) -> None:
     assert not tally.failures, "\n".join(map(str, tally.failures))
 
 
-# Calls: causal dilated squares, a negative scale, autocast (2), inference mode between calls, a hidden NaN, an empty
-# batch, softcap=inf, a NaN in one detached branch, a reentrant region with two candidate sequences, float16 below its
-# normal numbers, heads of one column with batches innermost (2).
-# Others: backward in another order, a plan without steps, labels (2), inference mode between steps, float64 under
+# What these cases contain. Calls: causal dilated squares, a negative scale, autocast (2), inference mode between calls,
+# a hidden NaN, an empty batch, softcap=inf, a NaN in one detached branch, a reentrant region with two candidate
+# sequences, float16 below its normal numbers, heads of one column with batches innermost (2).
+# Other kinds: backward in another order, a plan without steps, labels (2), inference mode between steps, float64 under
 # autocast, a scale that differs in the last bits, a tensor as causal= on one rank.
 @pytest.mark.parametrize("case", json.loads(FAILED.read_text(encoding="utf-8")), ids=lambda case: str(case["seed"]))
 def test_a_case_that_once_failed(case: Case) -> None:
-    """The case as it was drawn then."""
+    """A case that once failed holds now. The golden file has the cases themselves, because draws change over time."""
     assert error_of(case) is None
 
 
 def features(case: Case) -> set[tuple[str, str, str]]:
-    """Return the choices of the answered calls, each with the kind of attention and with the engine."""
+    """Return the drawn choices of all calls that are not refused, each together with the operation and the engine."""
     result = set()
     for call in case["calls"]:
         options, length = call["options"], call["seq"]["length"]
@@ -89,12 +89,12 @@ def covering_cases(seeds: Iterable[int]) -> list[Case]:
 
 @pytest.mark.parametrize("case", covering_cases(range(1200)), ids=lambda case: str(case["seed"]))
 def test_every_choice(case: Case) -> None:
-    """The same cases in every run: each option, mask, layout, schedule, dtype, transport and use of results."""
+    """Each option, mask, layout, schedule, dtype, transport and use of results holds. Every run has the same cases."""
     assert error_of(case) is None
 
 
 def misbehave(behaviour: str) -> str:
-    """Die, hang, raise or return."""
+    """Exit, hang, raise or return, depending on `behaviour`."""
     if behaviour == "dies":
         os._exit(3)
     if behaviour == "hangs":

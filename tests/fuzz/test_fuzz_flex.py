@@ -1,8 +1,8 @@
 """Random functions of flex_attention: masks and biases with holes, over values that change between two calls.
 
-Each answer is compared with dense float64 attention over the function itself, called on plain tables of positions. A
-function with a hole must be refused, or the answer must be exact; without a hole no refusal is allowed. A seed is a
-case: RINGATTN_FUZZ_SEED names the first.
+Each result is compared with dense float64 attention, whose mask and bias come from calling the function itself on all
+positions. A function with a hole must be refused, or the result must be exact. Without a hole no refusal is allowed.
+Each seed defines a case; RINGATTN_FUZZ_SEED is the first seed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ STORES = ["class", "module", "function", "object", "closure", "list", "numpy", "
 
 
 class Store:
-    """A float64 tensor in a place that a function reads: `read()` returns it, `write` changes it."""
+    """A float64 tensor that a mask_mod or score_mod reads from a global, a closure, an attribute or the like.
+
+    `read()` returns the tensor, `write` changes it.
+    """
 
     def __init__(self, kind: str, value: Tensor) -> None:
         self.kind, self.value, self.array = kind, value, value.numpy().copy()
@@ -68,7 +71,7 @@ class Store:
 
 
 def draw_mask(r: Random, length: int, store: Store, hole: Function) -> Function:
-    """Draw a mask_mod; the store holds its window, and the document number of each token."""
+    """Draw a mask_mod that reads its window and the document number of each token from the store."""
     is_causal, after, spelling = r.random() < 0.7, r.randint(0, 9), r.randint(0, 2)
 
     def mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ def draw_mask(r: Random, length: int, store: Store, hole: Function) -> Function:
 
 
 def draw_score(r: Random, heads: int, store: Store, hole: Function) -> Function:
-    """Draw a score_mod; the store holds its softcap and its slopes."""
+    """Draw a score_mod that reads its softcap and its slopes from the store."""
     has_cap, spelling = r.random() < 0.5, r.randint(0, 2)
 
     def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -99,7 +102,10 @@ def draw_score(r: Random, heads: int, store: Store, hole: Function) -> Function:
 
 
 def draw_hole(r: Random, heads: int, length: int) -> tuple[Function, range]:
-    """Draw a function that is True in a small rectangle of pairs, and the queries of it; often it is empty."""
+    """Draw a function that is True in a small rectangle of pairs. Return it with the queries of the rectangle.
+
+    The rectangle is often empty.
+    """
     if r.random() < 0.6:
         return lambda b, h, q, k: torch.zeros_like(q + k, dtype=torch.bool), range(0)
     query, head = r.randrange(length), r.choice([None, None, r.randrange(heads)])
@@ -128,7 +134,7 @@ def score_values(r: Random, heads: int) -> Tensor:
 
 
 def dense_attention(qkv: list[Tensor], rows: Tensor, mask_mod: Function, score_mod: Function | None) -> Tensor:
-    """Compute dense attention of these query positions with the functions themselves."""
+    """Compute dense attention of the queries at `rows`, with the mask_mod and score_mod themselves."""
     q, k, v = qkv
     heads, length = q.shape[1], q.shape[2]
     grid = torch.zeros((), dtype=torch.int64), torch.arange(heads)[:, None, None], rows[:, None], torch.arange(length)
@@ -139,7 +145,11 @@ def dense_attention(qkv: list[Tensor], rows: Tensor, mask_mod: Function, score_m
 
 
 def functions(seed: int, most: int) -> None:
-    """Call, change the values, call with a new BlockMask, and call with the old one."""
+    """Check flex_attention for the case of this seed, while the values that its functions read change.
+
+    The steps are: a call, a change of the score_mod's values and a call, a change of the mask_mod's values, a call with
+    a new BlockMask, and a call with the old BlockMask.
+    """
     r = Random(seed)
     length = int(most ** r.uniform(0.3, 1.0)) if r.random() < 0.6 else r.randint(most // 2, most)
     heads = r.choice([1, 2])
@@ -182,7 +192,8 @@ def functions(seed: int, most: int) -> None:
         call(mask, bool(queries))
         stores[0].write(mask_values(r, length))
         call(new_mask(), bool(queries))
-        # The tables of the old mask hold the old values; a single block reveals nothing of that.
+        # The block tables of the old mask follow the old values, so the call may be refused. With a single block, the
+        # tables do not depend on the values.
         call(mask, bool(queries) or block != length)
 
 
@@ -201,5 +212,5 @@ def test_fresh_seeds() -> None:
 
 @pytest.mark.slow
 def test_long_masks() -> None:
-    """All sizes up to 8,192 tokens."""
+    """The cases hold for masks of all sizes up to 8,192 tokens."""
     run(SLOW_SECONDS, 8192)

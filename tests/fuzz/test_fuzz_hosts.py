@@ -1,6 +1,6 @@
 """Random calls of ring-flash-attention's functions, `context_parallel` and flex_attention, compared with the reference.
 
-Ranks are threads, and everything is float64. A seed is a case: RINGATTN_FUZZ_SEED names the first.
+Ranks are threads, and everything is float64. Each seed defines a case; RINGATTN_FUZZ_SEED is the first seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARLEN = {"ring_flash_attn_varlen": "contiguous", "zigzag_ring_flash_attn_varlen
 
 
 def draw_dropout(r: Random) -> tuple[float, int]:
-    """Draw a probability, often 0, and a seed."""
+    """Draw a dropout probability, often 0, and a dropout seed."""
     return r.choice([0.0, 0.0, 0.1, 0.5]), r.choice([0, 7, 2**32 + 5, 2**64 - 1])
 
 
@@ -51,7 +51,7 @@ def part(x: Tensor, layout: str, rank: int, ranks: int) -> Tensor:
 
 
 def draw_case(r: Random) -> dict[str, Any]:
-    """Draw what all kinds of calls have in common."""
+    """Draw the settings that all kinds of calls have: ranks, heads, head_dim, `causal` and recomputation."""
     kv_heads, ranks = r.choice([1, 2, 3]), r.choice([1, 2, 2, 3, 4])
     return {"ranks": ranks, "heads": kv_heads * r.choice([1, 1, 2, 3]), "kv_heads": kv_heads,
             "dim": r.choice([1, 4, 8]), "causal": r.random() < 0.6, "again": r.random() < 0.3}  # fmt: skip
@@ -67,7 +67,7 @@ def tensors(seed: int, length: int, case: dict[str, Any]) -> list[Tensor]:
 def expected_results(
     inputs: Many[Tensor], cuts: Many[int] | None, case: dict[str, Any], **options: Any
 ) -> list[Tensor]:
-    """Return out and the three gradients, of whole tensors."""
+    """Return the reference's out and gradients of q, k and v, for whole tensors."""
     *leaves, dout = (x[None].clone().requires_grad_() for x in inputs)
     length = len(inputs[0])
     pairs = {name: options.pop(name, None) for name in ("window", "mask")}
@@ -85,7 +85,7 @@ def compare(case: object, results: Many[Tensor], expected: Many[Tensor]) -> None
 
 
 def flash(seed: int) -> None:
-    """Check one function of ring-flash-attention, in one of its three forms."""
+    """Check one function of ring-flash-attention: separate q, k and v, `_kvpacked`, or `_qkvpacked`."""
     r = Random(seed)
     case, family = draw_case(r), r.choice([*BATCHED, *VARLEN, "llama3_flash_attn_varlen"])
     ranks, form = case["ranks"], r.choice(["", "_kvpacked", "_qkvpacked"])
@@ -197,7 +197,10 @@ def draw_slopes(r: Random, heads: int, is_behind: bool) -> tuple[list[float] | N
 
 
 def flex(seed: int) -> None:
-    """Check flex_attention with a mask of the whole sequence, also against torch's, which has no gradients on CPU."""
+    """Check flex_attention with a mask of the whole sequence.
+
+    Also compare the reference's output with that of torch's flex_attention, which has no gradients on CPU.
+    """
     r = Random(seed)
     case, length = draw_case(r), r.randint(1, 70)
     cuts = sorted({0, length, *(r.randint(0, length) for _ in range(r.randint(0, 4)))}) if r.random() < 0.6 else None
@@ -267,9 +270,9 @@ def flex(seed: int) -> None:
 def gather_results(
     ring: Ring, seq: Sequence, inputs: list[Tensor], call: Callable[..., Tensor], again: bool
 ) -> list[Tensor]:
-    """Return the whole output and gradients of a call on shards; `inputs`: q, k, v and the gradient of the output.
+    """Call `call` with this rank's shards, and return the whole output and the gradients of q, k and v.
 
-    `again`: backward recomputes the call.
+    `inputs`: q, k, v and the gradient of the output. `again`: backward recomputes the call.
     """
     *leaves, dout = (seq.shard(x, 0).clone().requires_grad_() for x in inputs)
     with ring.activate(seq):

@@ -1,4 +1,4 @@
-"""The walk over the model classes of transformers: each outcome, a few classes with fresh seeds, and its page."""
+"""The walk over the model classes of transformers: each verdict, a few classes with new seeds, and the page."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def verdicts(record: Record) -> set[str]:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhimoeForCausalLM"])
 def test_an_exact_class(name: str) -> None:
-    """PhiMoE's routers draw numbers in training."""
+    """A class is exact, also PhiMoE, whose routers draw random numbers in training: it is compared in evaluation."""
     record = record_of(name)
     assert record["verdict"] == "exact"
     assert verdicts(record) == {"exact", "refused"}
@@ -70,7 +70,7 @@ def test_an_exact_class(name: str) -> None:
     ],
 )
 def test_a_refused_class(name: str, reason: str, verdicts_: set[str]) -> None:
-    """In every call, or by `prepare`."""
+    """A class is refused if every call of it is refused, or if `prepare` refuses it."""
     record = record_of(name)
     assert record["verdict"] == "refused"
     assert reason in record["reason"]
@@ -87,7 +87,7 @@ def test_a_refused_class(name: str, reason: str, verdicts_: set[str]) -> None:
     ],
 )
 def test_a_kind_of_layer_missing_from_the_default_configuration(name: str, kind: str, monkeypatch: Any) -> None:
-    """With one such layer, a class that is otherwise exact is either refused or still exact."""
+    """With one such layer, a class that is exact without it is either refused or still exact."""
     monkeypatch.setattr(cases, "cases_of", lambda *arguments: cases_of(*arguments)[:1])
     monkeypatch.setattr(
         tiny, "other_kinds", lambda model: [extra for extra in other_kinds(model) if extra.kind == kind]
@@ -147,7 +147,7 @@ def test_a_reintroduced_fault_is_found(
 
 
 def test_fresh_classes() -> None:
-    """Only classes of pure text models, because models with towers take longer to build."""
+    """No class has the verdict "wrong" with a new seed. Models with towers are left out: they take longer to build."""
     seed = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
     records: list[Record] = []
     ends = time.monotonic() + float(os.environ.get("RINGATTN_FUZZ_SECONDS", SECONDS))
@@ -173,7 +173,7 @@ def _is_of_text(name: str) -> bool:
 
 
 def test_the_page_and_the_data_agree() -> None:
-    """The page is what the data make of it; no class is wrong, and every class is one of this transformers."""
+    """The page is generated from the data, which contain no wrong class and only classes of this transformers."""
     results = json.loads((PAGE.parent / "transformers-models.json").read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page.text(results)
     assert (PAGE.parent / "transformers-models.json").read_text(encoding="utf-8") == page.dumped(results)
@@ -184,7 +184,7 @@ def test_the_page_and_the_data_agree() -> None:
 
 
 def test_the_data_of_a_walk() -> None:
-    """A record of each kind."""
+    """The data and the page of two records, a refused class and one that cannot be built, have the right counts."""
     records: list[Record] = [record_of("Lfm2Model"), record_of("ReformerModelWithLMHead")]
     results = page.data(records, 0)
     assert results["classes"]["Lfm2Model"]["verdict"] == "refused"

@@ -1,4 +1,4 @@
-"""Faults that the package once had, reintroduced by hand: the fuzzer finds each of them."""
+"""The fuzzer finds each of these faults, which the package once had and which the tests reintroduce by patches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Finds = Callable[..., None]
 
 @pytest.fixture
 def finds(monkeypatch: pytest.MonkeyPatch) -> Finds:
-    """Assert that one of the first `most` cases of a kind fails with `pattern`, and only with the fault."""
+    """Return a check that one of the first `most` cases of a kind fails with `pattern`.
+
+    Without the fault, this case must not fail.
+    """
 
     def check(
         pattern: str, kind: str, most: int, selects: Callable[[Case], bool] = lambda case: True, shrink_s: float = 0.0
@@ -55,7 +58,7 @@ def test_causal_squares_merged_across_heads(monkeypatch: pytest.MonkeyPatch, fin
         return rectangles._follows(first.q_rows, second.q_rows) and rectangles._follows(first.k_rows, second.k_rows)
 
     def cheap(case: Case) -> bool:
-        """Select cheap cases on one rank that may show the fault."""
+        """Return whether a case is cheap, runs on one rank and may show the fault."""
         (first, *others), default = case["calls"], case["engine"] == "auto" and case["ranks"] == 1
         return default and not others and first["options"]["causal"] and 8 < first["seq"]["length"] < 50
 

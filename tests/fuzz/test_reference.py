@@ -1,4 +1,4 @@
-"""The reference checked by hand and against torch; `tests/core/test_dilated_reference.py` covers dilated attention."""
+"""The reference equals torch and hand-written values. See `tests/core/test_dilated_reference.py` for dilated calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that run one job after another and may die: the answer to each job, or why there is none."""
+"""Worker processes that run one job after another and may die. A job without a result gets the reason instead."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class _Worker:
         self.pipe.recv()  # the process has started
 
     def give(self, job: Job) -> None:
-        """Start a job."""
+        """Send a job to the process."""
         self.job, self.since = job, time.monotonic()
         self.pipe.send(job)
 
     def answer(self, reason: str) -> tuple[Any, str, bool]:
-        """Return the answer, the reason if there is none, and whether the process lives.
+        """Return the job's result, the reason if there is none, and whether the process still lives.
 
-        With a `reason`, kill the process.
+        If the caller gives a `reason`, do not wait for a result: kill the process and return that reason.
         """
         try:
             if not reason:
@@ -84,7 +84,7 @@ class _Worker:
 
 
 def _run_jobs(work: Callable[..., Any], pipe: Connection) -> None:
-    """Answer (result, "") or (None, traceback) to each job until the pipe closes."""
+    """Send (result, "") or (None, traceback) for each job until the pipe closes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sys.setswitchinterval(1e-3)  # ranks that are threads wait for each other often

@@ -1,1 +1,1 @@
-"""Runs every model class of the installed transformers over a ring of two ranks: exact, or refused by name."""
+"""Checks that every model class of the installed transformers is exact over a ring of two ranks, or refused by name."""

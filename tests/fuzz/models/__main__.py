@@ -32,7 +32,7 @@ DEFAULTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the walk; return the exit code: 1 if anything is wrong."""
+    """Run the walk over the classes; return the exit code: 1 if the verdict on any class is "wrong"."""
     given_options = dict(argument.partition("=")[::2] for argument in arguments)
     if set(given_options) - set(DEFAULTS) or not all(given_options.values()):
         print(__doc__)

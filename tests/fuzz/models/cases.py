@@ -1,4 +1,4 @@
-"""The calls of a model class: batches for one whole process, by the arguments of its `forward`.
+"""The calls of a model class: whole batches with the arguments that its `forward` takes.
 
 Guarantees: the same seed and class give the same cases.
 """
@@ -49,9 +49,10 @@ ALWAYS: tuple[tuple[str, ...], ...] = ((), ("decoder_input_ids",), ("pixel_value
 
 @dataclass
 class Case:
-    """One call.
+    """One call of a model.
 
-    `batch` is sharded by `shard_batch`. `beside` holds per-token tensors, sharded directly. `rest` is passed unsharded.
+    `batch`: inputs for `shard_batch`. `beside`: other tensors per token, which are sharded directly. `rest`: arguments
+    that are passed unsharded.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Case:
 
     @property
     def real(self) -> Tensor:
-        """Which tokens are not padding, (rows, tokens)."""
+        """A mask of the tokens that are not padding, (rows, tokens)."""
         mask = self.batch.get("attention_mask")
         tokens_ = self.batch.get("input_ids", self.batch.get("inputs_embeds"))
         assert tokens_ is not None
@@ -73,15 +74,15 @@ class Case:
 
     @property
     def labels_count(self) -> int | None:
-        """The number of labels of a causal language model."""
+        """The number of labels that a causal language model predicts, or None without such labels."""
         labels = self.batch.get("labels")
         return None if labels is None or labels.dim() != 2 else int((labels[:, 1:] != -100).sum())
 
 
 def cases_of(kind: type[Any], model: Any, seed: int, always: tuple[str, ...] = ()) -> list[Case]:
-    """Return the usual cases, one per input and option of `forward`, and a few random ones.
+    """Return the usual cases of a class, one per input and option of its `forward`, and a few random cases.
 
-    `always`: arguments of all cases.
+    `always`: names of arguments that every case has if `forward` takes them.
     """
     name = kind.__name__
     draw = random.Random(zlib.crc32(f"{seed} {name}".encode()))
@@ -134,7 +135,7 @@ def not_given(kind: type[Any]) -> list[str]:
 
 
 class _CaseMaker:
-    """Makes the cases of one class."""
+    """A factory for the cases of one class."""
 
     def __init__(self, name: str, model: Any, takes: Any, always: tuple[str, ...], generator: Any) -> None:
         self.name, self.model, self.takes, self.generator = name, model, takes, generator

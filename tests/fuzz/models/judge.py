@@ -1,6 +1,6 @@
 """Compares a model over two ranks, which are threads, with the unmodified model in one process.
 
-Outputs, the loss and every gradient are compared in float64, see `InDouble`; outputs at padding are not compared.
+It compares outputs, the loss and every gradient in float64, see `InDouble`. It does not compare outputs at padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SKIPPED = ("past_key_values", "cache_params", "mems", "attentions", "cross_atten
 
 
 class Verdict(NamedTuple):
-    """The outcome of one case: exact, refused, wrong, or without a reference in one process."""
+    """The outcome of one case, and the reason: "exact", "refused", "wrong", or "no reference" in one process."""
 
     what: str
     why: str = ""
@@ -61,7 +61,7 @@ class TokenAxis(NamedTuple):
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Make floats float64 in this thread; `torch.tensor(0.5)` in all threads."""
+    """Replace float32 by float64 in this thread (`InDouble`), and set the default dtype of all threads to float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -72,7 +72,7 @@ def in_double() -> Iterator[None]:
 
 
 def judge(reference: Any, ours: list[Any], case: Case) -> Verdict:
-    """Judge a case. `reference`: the unmodified model; `ours`: copies, one per rank, on which `prepare` was called."""
+    """Run a case and return its verdict. `reference`: the unmodified model. `ours`: prepared copies, one per rank."""
     for model in (reference, *ours):
         model.train(case.trains)
     with in_double():
@@ -105,7 +105,7 @@ def judge(reference: Any, ours: list[Any], case: Case) -> Verdict:
 
 
 def one_process(model: Any, case: Case) -> Result:
-    """Call the unmodified model on each document, or on each batch of rows."""
+    """Return the result of the unmodified model, called once per packed document, or once with all rows."""
     cuts = case.documents or [0, TOKENS]
     parts: list[dict[str, Tensor]] = []
     loss: Tensor | None = None
@@ -139,7 +139,7 @@ def one_process(model: Any, case: Case) -> Result:
 
 
 def over_ranks(models: list[Any], case: Case, requested: Mapping[str, TokenAxis]) -> list[Result | BaseException]:
-    """Call the model on every rank as the documentation tells users to."""
+    """Call the model on every rank as the documentation says. Return each rank's result or error."""
 
     def body(ring: Ring, options: object) -> Result:
         with InDouble():
@@ -210,7 +210,11 @@ def _compare(alone: Result, ranks: list[Result], requested: Mapping[str, TokenAx
 def _join_shards(
     parts: list[Tensor], positions: list[Tensor], shape: torch.Size, dim: int | None
 ) -> list[Tensor] | None:
-    """Join the shards of the ranks; return all values if each rank has the whole, or None if shapes do not fit."""
+    """Join the shards of an output; return the list of the values to compare.
+
+    The list has one joined value, or each rank's value if every rank returned the whole output. Return None if shapes
+    do not fit.
+    """
     if all(part.shape == shape for part in parts):
         return parts
     if dim is None:
@@ -239,7 +243,7 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def _outputs(out: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of an output, by name."""
+    """Yield all floating-point tensors of an output with their names, except those in `SKIPPED`."""
     if isinstance(out, Tensor):
         if out.is_floating_point():
             yield prefix or "out", out
@@ -274,7 +278,10 @@ def _real_of(shape: torch.Size, dim: int | None, case: Case) -> Tensor:
 def _score(
     outputs: Mapping[str, Tensor], case: Case, requested: Mapping[str, TokenAxis] | None, rows: Tensor | None = None
 ) -> Tensor | None:
-    """Sum the outputs times random weights, which are the same for a token on every rank; 0 for padding."""
+    """Return the sum of the outputs times random weights, a loss for models without one.
+
+    The weights of a token are the same on every rank. Those of padding are 0.
+    """
     total: Tensor | None = None
     for name, x in outputs.items():
         if not x.requires_grad or (requested is not None and name not in requested):

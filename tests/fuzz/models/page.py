@@ -15,13 +15,13 @@ VERDICTS = ("exact", "refused", "not buildable", "wrong")
 
 
 def counts(records: Sequence[Record]) -> str:
-    """How many classes were tried, and what became of them: numbers that add up."""
+    """Return as text how many classes were tried and how many had each verdict."""
     by = Counter(record["verdict"] for record in records)
     return f"{len(records)} tried: " + ", ".join(f"{by[one]} {one}" for one in VERDICTS)
 
 
 def summary(records: Sequence[Record]) -> str:
-    """For the end of a walk."""
+    """Return the text that is printed at the end of a walk: counts, and the reasons with their classes."""
     lines = [counts(records), "calls: " + ", ".join(f"{count} {what}" for what, count in _calls(records).items())]
     for what in ("refused", "not buildable"):
         for reason, names in grouped(records, what):
@@ -30,7 +30,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def grouped(records: Iterable[Record], what: str) -> list[tuple[str, list[str]]]:
-    """Reasons, and the classes of each, the commonest first."""
+    """Return the reasons for the verdict `what` with their classes, the most frequent reason first."""
     found: dict[str, list[str]] = defaultdict(list)
     for record in records:
         if record["verdict"] == what:
@@ -39,7 +39,7 @@ def grouped(records: Iterable[Record], what: str) -> list[tuple[str, list[str]]]
 
 
 def _general(reason: str, name: str) -> str:
-    """What a reason says was wrong, without what differs between classes and without what to do about it."""
+    """Return the cause in a reason, without the parts that differ between classes and without the advice."""
     reason = re.sub(r"^(InputError|UnsupportedError|_NoTableError|NotBuilt): ", "", reason).replace(name, "this class")
     reason = reason.replace("zigzag", "contiguous")
     reason = re.sub(r"rank \d+: ", "", reason.split("; ")[0].split(": leave ")[0])
@@ -141,7 +141,7 @@ CALLS: Topics = (
 
 
 def data(records: Sequence[Record], seed: int) -> dict[str, Any]:
-    """Return the results of a walk as JSON values: what the page and the documentation site are made of."""
+    """Return the results of a walk as JSON values, from which the page and the documentation site are made."""
     refused_calls = Counter(
         _general(why, record["class"])
         for record in records
@@ -196,13 +196,13 @@ def text(results: Mapping[str, Any]) -> str:
 
 
 def topic_of(result: Mapping[str, str]) -> str:
-    """Return in a few words why a class is not exact; empty if it is."""
+    """Return the topic of the reason why a class is not exact, in a few words; an empty string for an exact class."""
     topics = {"refused": REFUSED, "not buildable": UNBUILDABLE}.get(result["verdict"], ())
     return next((topic for pattern, topic in topics if re.search(pattern, result["reason"])), result["reason"])
 
 
 def _topics(results: Mapping[str, Any], verdict: str, topics: Topics) -> str:
-    """Return a table of topics with the number of classes and two of them."""
+    """Return a Markdown table of topics with the number of classes and two examples."""
     names: dict[str, list[str]] = defaultdict(list)
     for name, result in results["classes"].items():
         if result["verdict"] == verdict:
@@ -214,7 +214,7 @@ def _topics(results: Mapping[str, Any], verdict: str, topics: Topics) -> str:
 
 
 def _by_topic(numbers: Mapping[str, int], topics: Topics) -> str:
-    """Return the rows of a table of topics and numbers."""
+    """Return the rows of a Markdown table of topics and numbers, summed over the reasons of each topic."""
     by: Counter[str] = Counter()
     for reason, count in numbers.items():
         by[next(topic for pattern, topic in topics if re.search(pattern, reason))] += count

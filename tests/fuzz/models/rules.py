@@ -1,4 +1,4 @@
-"""Small values for the fields of a configuration, by field name."""
+"""Rules that choose small values for the fields of a configuration by their names."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def small(name: str, default: Any, fields: dict[str, Any], profile: dict[str, in
 
 
 def _special(name: str, default: int | None) -> int | None:
-    """Return padding, begin and end below the drawn tokens, and a separate place above them for everything else."""
+    """Return a token id for a special token, outside of the ids that the cases draw.
+
+    Ids of padding, begin and end are below the drawn ids, all others above them.
+    """
     if default is None:
         return 0 if name == "pad_token_id" else None
     low_ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}

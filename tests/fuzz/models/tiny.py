@@ -1,7 +1,7 @@
 """The smallest model that a class of transformers builds from its configuration, in float64 with random weights.
 
-Sizes follow from the names of a configuration's fields, also in its sub-configurations; `OTHER` holds the rest.
-`other_kinds` names the kinds of layers that such a model lacks although its file defines them.
+Sizes follow from the names of a configuration's fields, also in its sub-configurations. `OTHER` has the values that do
+not follow from names. `other_kinds` returns the kinds of layers that such a model lacks although its file defines them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 
 
 class LayerKind(NamedTuple):
-    """A kind of layer of which a model gets one in addition to its usual layers."""
+    """A kind of layer; `build` adds one layer of this kind to a model's usual layers."""
 
     config: str
     """The name of the configuration class that lists it."""
@@ -59,11 +59,11 @@ class LayerKind(NamedTuple):
 
 
 class NotBuilt(Exception):
-    """The configuration of a class does not produce a small model."""
+    """Raised if a class cannot be imported, or if its configuration does not produce a small model."""
 
 
 def classes() -> dict[str, str]:
-    """Return the names of classes whose `forward` takes `input_ids`, with their model types."""
+    """Return the names of the classes in transformers' mappings for text (`TASKS`), with their model types."""
     model_types: dict[str, str] = OrderedDict()
     for task in TASKS:
         for kind, names in getattr(modeling_auto, f"MODEL_{task}_MAPPING_NAMES".replace("__", "_")).items():
@@ -73,7 +73,7 @@ def classes() -> dict[str, str]:
 
 
 def class_of(name: str) -> Any:
-    """Return the class. Raises `NotBuilt` if it cannot be imported here."""
+    """Return the class of transformers with this name. Raises `NotBuilt` if it cannot be imported here."""
     try:
         kind = getattr(transformers, name)
         kind.forward  # noqa: B018  # a placeholder for a class whose libraries are missing raises here
@@ -116,7 +116,7 @@ def other_kinds(model: Any) -> list[LayerKind]:
 
 @cache
 def _strings_near(file: str) -> frozenset[str]:
-    """Return the strings in the configuration and model files in the folder of this file."""
+    """Return all string literals in the configuration and model files next to this file."""
     folder = Path(file).parent
     files = [*folder.glob("modeling_*.py"), *folder.glob("configuration_*.py")]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
@@ -124,7 +124,7 @@ def _strings_near(file: str) -> frozenset[str]:
 
 
 def _check_size(kind: Any, config: Any) -> None:
-    """Raise `NotBuilt` for a model with too many parameters."""
+    """Raise `NotBuilt` if the model has more than `MOST_PARAMETERS` parameters."""
     try:
         with torch.device("meta"):
             count = sum(x.numel() for x in kind._from_config(copy.deepcopy(config)).parameters())
@@ -201,7 +201,7 @@ def _with_layer(config: Any, fields: dict[str, Any], extra: LayerKind) -> dict[s
 
 
 def _make_config(kind: Any, values: dict[str, Any]) -> Any:
-    """Make a configuration whose rotary positions have a base, and small heads sections for image positions."""
+    """Make a configuration. If needed, add a RoPE base, and sections of image positions that fit small heads."""
     needs_section = "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()) and not _is_nested(kind)
     arguments = values
     if needs_section and "rope_parameters" in _fields(kind):
@@ -222,13 +222,13 @@ def _make_config(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def _is_nested(kind: Any) -> bool:
-    """Return whether a configuration has separate rotary positions for each kind of layer."""
+    """Return whether a configuration has separate RoPE parameters for each kind of layer."""
     rope = getattr(kind(), "rope_parameters", None)
     return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
 
 
 def _layer_kinds(kind: Any, kinds: list[str]) -> list[str]:
-    """Return one layer of each kind of the published class, and at least two layers."""
+    """Return the kind of each layer: one layer of each kind in the published configuration, and at least two layers."""
     usual = list(dict.fromkeys(getattr(kind(), "layer_types", None) or kinds))
     return usual if len(usual) > 1 else usual * 2
 
@@ -253,7 +253,7 @@ def _all(config: Any) -> Iterator[Any]:
 
 
 def line(error: BaseException, most: int = 200) -> str:
-    """Return the first lines of an error, shortened to `most` characters, without what differs between runs."""
+    """Return the first lines of an error as one line of at most `most` characters, without memory addresses."""
     lines = [text_line.strip() for text_line in str(error).splitlines() if text_line.strip()]
     text = re.sub(r"0x[0-9a-f]+", "0x", " ".join(lines[:3]))
     return f"{type(error).__name__}: {text}"[:most]

@@ -33,7 +33,7 @@ Record = dict[str, Any]
 
 
 def examine(name: str, model_type: str, seed: int) -> Record | None:
-    """Examine one class; return its record, or None if it takes no text."""
+    """Examine one class; return its record, or None if its `forward` takes no `input_ids`."""
     began = time.monotonic()
     record: Record = {"class": name, "type": model_type, "verdict": "not buildable", "reason": "", "cases": {}}
     try:
@@ -48,7 +48,7 @@ def examine(name: str, model_type: str, seed: int) -> Record | None:
 
 
 def _judge(kind: type[Any], record: Record, seed: int) -> None:
-    """Judge the usual model of a class, and one more per other kind of layer in its file; the worst verdict counts."""
+    """Judge the usual model of a class, and one model per other kind of layer. Record the worst verdict."""
     record["not_given"] = cases.not_given(kind)
     usual = make_model(kind, seed)
     others = tiny.other_kinds(usual[0])
@@ -63,7 +63,7 @@ def _judge(kind: type[Any], record: Record, seed: int) -> None:
 
 
 def _verdict(reference: Any, copies: list[Any], calls: list[Any], record: Record, prefix: str) -> tuple[str, str]:
-    """Return the verdict of one model and its reason; record the outcome of each case under this prefix."""
+    """Return the verdict on one model and its reason. Record the outcome of each case, its name after `prefix`."""
     try:
         for model in copies:
             prepare(model)
@@ -79,9 +79,9 @@ def _verdict(reference: Any, copies: list[Any], calls: list[Any], record: Record
 
 
 def make_model(kind: type[Any], seed: int, extra: Any = None) -> tuple[Any, list[Any], list[Any]]:
-    """Make the smallest model that runs, with a layer of the kind `extra`, two copies and its cases.
+    """Return the smallest model that runs, two copies of it, and its cases. `extra`: the kind of an additional layer.
 
-    Raises `NotBuilt`.
+    Raises `NotBuilt` if no such model runs.
     """
     reasons, began = [], time.monotonic()
     for profile in tiny.PROFILES:
@@ -108,7 +108,10 @@ def make_model(kind: type[Any], seed: int, extra: Any = None) -> tuple[Any, list
 def walk(
     names: dict[str, str], seed: int, jobs: int, seconds: float, most: int | None, report: Callable[[Record], None]
 ) -> None:
-    """Pass each record to `report` immediately. `most`: largest number of classes."""
+    """Examine classes in `jobs` processes, and pass each record to `report` immediately.
+
+    `names`: model types by class. `most`: the largest number of classes, None for all.
+    """
 
     def classes() -> Iterator[tuple[str, str, int]]:
         began = time.monotonic()
