@@ -24,7 +24,7 @@ INSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def python(
     *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout_s: float = 280.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments. Return the process with its output."""
+    """Run Python with these arguments until it ends. Return its exit code and output."""
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment(env), capture_output=True, text=True,
                           timeout=timeout_s)  # fmt: skip
 
@@ -32,7 +32,7 @@ def python(
 def started(
     *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
-    """Start Python with these arguments, with pipes for its output and errors."""
+    """Start Python with these arguments, with pipes for its standard output and error. Return the running process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen([sys.executable, *arguments], cwd=cwd, env=environment(env), text=True, bufsize=1, **pipes)
 
@@ -44,12 +44,12 @@ def environment(more: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def ringattn(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does. Return the process with its output."""
+    """Run a ringattn command as a user does, until it ends. Return its exit code and output."""
     return python("-m", "ringattn", *arguments, cwd=cwd, env=env)
 
 
 def wait_for_line(process: subprocess.Popen[str], prefix: str) -> None:
-    """Read the output of a process up to a line with this prefix."""
+    """Read the output of a process until a line has this prefix. Raises AssertionError if none has."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(prefix):
@@ -76,7 +76,7 @@ def process_of_rank(rank: int, command: int) -> int:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process is running. A zombie is not."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -84,7 +84,7 @@ def runs(pid: int) -> bool:
 
 
 def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Wait until the condition is true. Return False if it is not within this time."""
+    """Wait until the condition is true, and return True. Return False if it is still false after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -94,7 +94,7 @@ def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def all_end(pids: list[int]) -> bool:
-    """Return whether all processes end within seconds: a killed process still counts as running for a moment."""
+    """Return whether all processes end within 5 s. A killed process may count as running for a moment."""
     return soon(lambda: not any(map(runs, pids)), 5.0)
 
 

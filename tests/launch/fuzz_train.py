@@ -25,7 +25,7 @@ from secrets import randbelow
 from typing import Any
 from unittest import mock
 
-# Before torch loads: ranks are threads with one intra-op thread each.
+# Set before torch loads: the ranks are threads with one intra-op thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -78,7 +78,7 @@ class Case:
 
 
 def draw(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> Case:
-    """Draw the case of a seed, with one of these kinds of fault."""
+    """Draw the case of a seed. Its fault is one of `kinds`."""
     dice = random.Random(seed)
     kind = dice.choices(kinds, [KINDS[name] for name in kinds])[0]
     plain = _run(dice, kind)
@@ -99,7 +99,7 @@ def draw(seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> Case:
 
 
 def _run(dice: random.Random, kind: str) -> TrainConfig:
-    """Draw the run on one rank."""
+    """Draw the configuration of the run on one rank."""
     start = dice.randint(6, 14)
     curriculum: dict[str, Any] = {}
     length = dice.randint(8, 48)
@@ -125,7 +125,10 @@ def _run(dice: random.Random, kind: str) -> TrainConfig:
 
 
 def _spread(dice: random.Random, plain: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the same run on `ranks` ranks, with random settings that must not change what it learns."""
+    """Return the configuration of the same run on `ranks` ranks.
+
+    Draw settings that must not change the losses: layout, recomputation, chunks and micro-batches.
+    """
     return replace(
         plain,
         ranks=ranks,
@@ -150,7 +153,7 @@ TARGETS: dict[str, tuple[Any, str]] = {
 
 
 class StoppedError(BaseException):
-    """A simulated stop of the machine: no handler of `Exception` cleans up after it."""
+    """A simulated stop of the machine. It is not an `Exception`, so that no handler cleans up after it."""
 
 
 def stop() -> None:
@@ -160,7 +163,7 @@ def stop() -> None:
 
 @contextmanager
 def interrupt(target: str, count: int, act: Callable[[], None], after: bool = False) -> Iterator[None]:
-    """Call `act` before, or after, the `count`-th call of the target in training or in a save of a checkpoint."""
+    """Call `act` before the `count`-th call of the function `target` in `TARGETS`, or after that call if `after`."""
     owner, name = TARGETS[target]
     original, calls = getattr(owner, name), 0
 
@@ -193,7 +196,10 @@ def _warms_up(arguments: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def spoiled(step: int, rank: int, value: float, what: str) -> Iterator[None]:
-    """Make the loss of one step (from 0) of one rank `value`, or only its gradient, depending on `what`."""
+    """Spoil step number `step` (from 0) on one rank: add `value`, NaN or infinity, to the loss.
+
+    If `what` is not "loss", multiply the gradient by `value` instead.
+    """
     drawn, local_part = loop.drawn, loop.local_part
     steps: dict[int, int] = {}  # the current step of each rank
 
@@ -216,7 +222,7 @@ def spoiled(step: int, rank: int, value: float, what: str) -> Iterator[None]:
 
 @contextmanager
 def full_disk(save: int, limit_bytes: int) -> Iterator[None]:
-    """Limit the size of every file to `limit_bytes` during the save number `save`, so that real writes fail."""
+    """Limit the size of every file to `limit_bytes` during save number `save` (from 1), so that writes may fail."""
     original, calls = checkpoints.Checkpoints.save, 0
 
     def limited(*arguments: Any) -> None:
@@ -235,7 +241,7 @@ def full_disk(save: int, limit_bytes: int) -> Iterator[None]:
 
 
 def spoil(kind: str, path: Path, dice: random.Random) -> None:
-    """Damage a file: flip one bit, truncate it or delete it."""
+    """Damage a file: delete it ("missing"), truncate it ("truncated") or flip one bit (any other `kind`)."""
     if kind == "missing":
         path.unlink()
     elif kind == "truncated":
@@ -253,7 +259,7 @@ REL = 1e-10
 
 
 class WrongError(AssertionError):
-    """The run was lost or silently changed."""
+    """Raised if a run was lost or silently changed."""
 
 
 def train(config: TrainConfig, world_size: int = 1) -> dict[str, Any]:
@@ -288,7 +294,7 @@ def judge(case: Case) -> str:
 
 
 def _refused(case: Case, error: InputError) -> str:
-    """Check that the run on several ranks is refused with the same message."""
+    """Check that the run of `case.spread` is refused with the same message as the run on one rank."""
     spread = replace(case.spread, checkpoint_every_steps=None)
     spread_error = _raises(InputError, lambda: train(spread, spread.ranks or 1))
     if str(spread_error) != str(error):
@@ -319,7 +325,7 @@ def _undisturbed(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 
 def _resume(case: Case, whole: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Resume the run in its folder, and check that it reaches the curve of the undisturbed run."""
+    """Resume the run in its folder, and check that its losses and gradient norms are those of the undisturbed run."""
     config = replace(case.again, ranks=1, out=str(folder))
     result = train(config)
     _same(result, whole, REL, f"resumed from step {result['first_step']}")
@@ -330,7 +336,7 @@ def _resume(case: Case, whole: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _stopped(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Stop the run at a call. It must resume from the last complete checkpoint."""
+    """Stop the run at a call. Check that it resumes from the last complete checkpoint."""
     with interrupt(case.target, case.count, stop, after=case.dice.random() < 0.3):
         _train_until_stopped(case, folder)
     complete = named(folder / "checkpoints")
@@ -349,7 +355,10 @@ def _train_until_stopped(case: Case, folder: Path) -> None:
 
 
 def _spoiled_file(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Damage the newest checkpoint after a stop. The run must report it and resume from the checkpoint before it."""
+    """Stop the run and damage its newest checkpoint.
+
+    Check that the resumed run reports the damage and resumes from the checkpoint before it, if there is one.
+    """
     with interrupt("draw", case.dice.randint(2, case.plain.steps + 1), stop):
         _train_until_stopped(case, folder)
     complete = named(folder / "checkpoints")
@@ -379,7 +388,7 @@ def _spoiled_file(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 
 def _full_disk(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Let the disk fill up in a save. The run must report it, delete the partial save and keep its checkpoints."""
+    """Let the disk fill up in a save. Check that the run reports it, deletes the partial save and keeps checkpoints."""
     every = case.plain.checkpoint_every_steps or 1
     save = case.dice.randint(1, -(-case.plain.steps // every))
     config, message = replace(case.spread, out=str(folder)), ""
@@ -402,13 +411,16 @@ def _full_disk(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 
 def _draw_spoiler(case: Case, step: int) -> Callable[[int], Any]:
-    """Draw whether the loss or a gradient is spoiled at this step, and by which value; the rank is the argument."""
+    """Draw whether the loss or its gradient is spoiled at `step`, and by what value.
+
+    Return a function that takes the rank and returns the context manager `spoiled`.
+    """
     value, what = case.dice.choice([math.nan, math.inf]), case.dice.choice(["loss", "gradient"])
     return lambda rank: spoiled(step, rank, value, what)
 
 
 def _nan(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Make a step non-finite. All ranks must fail and name that step; without the fault the run must resume."""
+    """Make a step non-finite. Check that all ranks fail and name the step, and that the run then resumes."""
     step = case.dice.randrange(case.plain.steps)
     config = replace(case.spread, out=str(folder))
     if (config.ranks or 1) > 1:
@@ -425,7 +437,10 @@ def _nan(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 
 def _nan_skipped(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Skip a non-finite step. The result must report it, and a resumed run must have the curve of an unbroken one."""
+    """Train with a non-finite step that is skipped, without and with a resume in between.
+
+    Check that both results report the step, and that they have the same losses.
+    """
     step, steps = case.dice.randrange(case.plain.steps), case.plain.steps
     config, spoil_rank = replace(case.spread, nonfinite="skip"), _draw_spoiler(case, step)
     with spoil_rank(0):
@@ -445,7 +460,10 @@ def _nan_skipped(case: Case, whole: dict[str, Any], folder: Path) -> str:
 
 
 def _second_run(case: Case, whole: dict[str, Any], folder: Path) -> str:
-    """Start a second run in the same folder. Its error must name the first process, and the first must not change."""
+    """Start a second run in the folder of a running one.
+
+    Check that the error of the second run names the process of the first, and that the first run does not change.
+    """
     config, messages = replace(case.spread, out=str(folder)), []
 
     def start_second() -> None:

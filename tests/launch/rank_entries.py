@@ -24,7 +24,7 @@ def fail_on_rank_1(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_end(spec: dict[str, Any]) -> dict[str, Any]:
-    """Write the process id of this rank and of a child into a file, and sleep."""
+    """Start a child process, write the process ids of this rank and of the child into a file, and sleep."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     (Path(spec["folder"]) / str(RANK)).write_text(f"{os.getpid()} {child.pid} ", encoding="utf-8")
     time.sleep(300)
@@ -32,7 +32,7 @@ def wait_for_end(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def meet(spec: dict[str, Any]) -> dict[str, Any]:
-    """Open a ring. If a `rank` is given, it sends itself `signal`, while the other ranks wait at a barrier."""
+    """Open a ring. If `spec` names a `rank`, that rank sends itself `signal` while the others wait at a barrier."""
     with Ring(transport=spec["transport"], timeout_s=spec["timeout_s"]) as ring:
         ring.barrier()
         if ring.rank == spec.get("rank"):

@@ -1,4 +1,4 @@
-"""Folders like those of a sweep: the times of their records follow a simple formula with seeded noise."""
+"""Folders like those of `ringattn sweep`. The times in their records follow a simple formula with seeded noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record(
     ranks: int, tokens: int, schedule: str = "ring", layout: str = "zigzag", dtype: str = "float32", *,
     status: str = "ok", message: str | None = None, seed: int = 0, backward: bool = True,
 ) -> Record:  # fmt: skip
-    """Return a record of `points.jsonl`, which depends only on the arguments."""
+    """Return a record for `points.jsonl`. The same arguments always give the same record."""
     config = {
         "ranks": ranks, "tokens": tokens, "layout": layout, "dtype": dtype, "batch": 1, "repeats": 10,
         "schedule": schedule, "transport": "gloo", "engine": "aten", "heads": HEADS, "kv_heads": 2,
@@ -80,7 +80,7 @@ def _timed(median_ms: float, noise: random.Random) -> Record:
 
 
 def quiet(line: Record) -> Record:
-    """Return the record without noise between samples."""
+    """Return the record with equal samples of a pass: its percentiles are the sum of the medians."""
     if line["status"] != "ok":
         return line
     total = line["forward_ms"]["median"] + line["backward_ms"]["median"]

@@ -25,7 +25,7 @@ from tests.launch.commands import ROOT, ringattn
 
 
 class FakeRanks:
-    """Replaces the ranks. A pass takes one millisecond per token, or two with schedule=ring."""
+    """A replacement for the ranks. It returns one millisecond per token as a pass's time, two with schedule=ring."""
 
     def __init__(self) -> None:
         self.configs: list[RunConfig] = []
@@ -233,7 +233,8 @@ def test_only_hydras_public_names_are_used() -> None:
 
 
 SMALL = ("shape=small", "repeats=1", "warmup=1", "threads_per_rank=1", "backward=false")
-# The sweeper requires this Optuna, and this Optuna an old alembic and SQLAlchemy. The others are imported by them.
+# The sweeper requires this version of Optuna, which requires old versions of alembic and SQLAlchemy. The other packages
+# are imported by these.
 OPTUNA = ("hydra-optuna-sweeper==1.3.0", "optuna==2.10.1", "alembic==1.12.1", "cmaes==0.13.1", "colorlog==6.12.0",
           "joblib==1.6.0", "mako==1.4.3", "scipy==1.17.1", "sqlalchemy==1.4.54")  # fmt: skip
 JOBLIB = ("hydra-joblib-launcher==1.2.0", "joblib==1.6.0")

@@ -1,4 +1,4 @@
-"""Calibration: the fit recovers the constants of made-up times, and the command measures, writes and refuses."""
+"""Calibration: the fit recovers the constants from computed times, and the command measures, writes and refuses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_noise_changes_the_fitted_rates_little() -> None:
     constants, kernel, _ = constants_of(noisy, "float32", 1, 4)
     assert constants["block_keys"] == 512
     # Five costs are fitted to 36 samples with an error of 5 %, so the error of a rate is about 5 % / sqrt(7). The
-    # errors of `flops` and `softmax_dims` compensate each other, so compare the rates that they give together.
+    # errors of `flops` and `softmax_dims` compensate each other, so compare the rate that follows from both.
     for sizes in (64, 128):
         rate = constants["flops"] / (sizes + constants["softmax_dims"])
         assert rate == pytest.approx(REFERENCE.flops / (sizes + REFERENCE.softmax_dims), rel=0.1)
@@ -95,7 +95,8 @@ def test_costs_are_never_negative() -> None:
 
 def test_short_calls_count_as_much_as_long_ones() -> None:
     columns, seconds = np.array([[1.0], [1.0]]), np.array([1.0, 1000.0])
-    # The sum of the relative squares, (c - 1)^2 + (c / 1000 - 1)^2, is least at (1 + 1 / 1000) / (1 + 1 / 1000^2).
+    # The sum of the relative squared errors, (c - 1)^2 + (c / 1000 - 1)^2, has its minimum at
+    # c = (1 + 1 / 1000) / (1 + 1 / 1000^2).
     assert least_squares(columns, seconds, seconds)[0] == pytest.approx(1.001 / 1.000001)
 
 
@@ -114,7 +115,7 @@ def test_the_shapes_vary_in_every_cost() -> None:
 
 
 def test_received_queries_are_measured_as_passes_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The owner of a query sends delta instead of its output, and the engine gets it as dlse = -delta.
+    # For received queries, their owner sends delta instead of the output, and the engine gets dlse = -delta.
     engine, calls = AtenEngine(torch.device("cpu")), list[BackwardInputs]()
     monkeypatch.setattr(engine, "attend_grad", lambda q, kv, inputs, *rest: calls.append(inputs))
     for is_received in (False, True):
@@ -173,7 +174,7 @@ def test_options_are_parsed_as_by_hydra() -> None:
 
 @pytest.mark.slow
 def test_the_command_runs_without_hydra() -> None:
-    """A GPU machine without a network may not have it."""
+    """`calibrate` runs where Hydra is not installed, because GPU machines without a network may not have it."""
     program = """
 import sys
 class Absent:

@@ -77,8 +77,8 @@ TORCH = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
     [("125M", 12, 768, 12, 265, 1.76), ("350M", 24, 1024, 16, 95, 0.91), ("1.3B", 24, 2048, 16, 38, 0.37)],
 )
 def test_capacity_of_80_gib_by_hand(name: str, layers: int, width: int, heads: int, none_k: int, full_m: float) -> None:
-    # Each parameter takes 16 bytes. A token takes 34 L d bytes, or with recompute 2 L d and 34 d for the live layer.
-    # The last norm and the output product take 4 d.
+    # With L layers of width d, each parameter takes 16 bytes. A token takes 34 L d bytes, or with recomputation 2 L d
+    # and 34 d for the layer that is recomputed. The last norm and the output projection take 4 d.
     parameters = 12 * layers * width**2 + 50_257 * width
     none, full = 34 * layers * width + 4 * width, 2 * layers * width + 34 * width + 4 * width
     assert int((80 * GIB - 16 * parameters) / none / 1e3) == none_k
@@ -124,7 +124,7 @@ def test_adafactor_state_bytes_match_torch() -> None:
 
 
 def saved_bytes(ring: Ring, dtype: str, layers: int, length: int) -> dict[str, int]:
-    """Return the bytes that autograd saves in forward, without parameters: by the model, and with the loss."""
+    """Return the bytes that autograd saves in forward, without parameters: of the model, and of model and loss."""
     config = ModelConfig(layers, TRAINED.width, TRAINED.heads, TRAINED.kv_heads, TRAINED.ffn)
     model, seq = Transformer(config, VOCABULARY, TORCH[dtype], 0), ring.sequence(length)
     parameters = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
@@ -187,7 +187,7 @@ def test_peak_of_a_training_step_on_one_rank(dtype: str, layers: int, length: in
 def call_of(
     attention: AttentionSetup, tokens: int, ranks: int, batch: int = 1, dtype: str = "bfloat16"
 ) -> TrainingSetup:
-    """Return a run of a model with 4 query heads and 2 key-value heads of 32."""
+    """Return the setup of a run of a model with 4 query heads and 2 key-value heads of head_dim 32."""
     shape, precision = ModelShape(1, 128, 4, 2, 128, 256, True), {"bfloat16": "bf16", "float32": "fp32"}[dtype]
     return TrainingSetup(shape, tokens, ranks, batch, attention, precision=precision)
 
@@ -271,7 +271,7 @@ ROWS, DIM, HIDDEN, FLOAT_BYTES = 512, 64, 192, 4
 
 
 def measured_peak_bytes(config: TrainConfig) -> int:
-    """Return the peak of the storages of one step, without weights and optimizer state."""
+    """Run two steps on one rank. Return the peak bytes of the second, without weights and optimizer state."""
     batch = torch.randint(0, 256, (config.batch, config.tokens), generator=torch.Generator().manual_seed(1))
 
     def peak_on_rank(ring: Ring) -> int:
@@ -287,7 +287,7 @@ def measured_peak_bytes(config: TrainConfig) -> int:
 
 
 def predicted_bytes(config: TrainConfig) -> float:
-    """Return the predicted peak of one step, without weights and optimizer state."""
+    """Return the planner's peak bytes of one step, without weights and optimizer state."""
     shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
     peak = training_bytes(TrainingSetup(
         shape, config.tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
@@ -310,7 +310,7 @@ def predicted_bytes(config: TrainConfig) -> float:
     ids=str,
 )  # fmt: skip
 def test_predicted_peaks_match_measured_peaks(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Copy to numpy arrays, which the meter does not count: with a GPU, host memory is not device memory.
+    # Offload to numpy arrays, which the meter does not count. They stand for a GPU's host memory.
     monkeypatch.setattr(tiled, "to_host", lambda x: x.detach().numpy().copy())
     monkeypatch.setattr(tiled, "from_host", lambda array: torch.from_numpy(array).clone())
     config = replace(BIG, **change)
@@ -463,7 +463,7 @@ PLANS = Path(__file__).with_name("plans.json")
 
 
 def plan_of(options: str) -> dict[str, Any]:
-    """Return what the command writes as JSON for these options."""
+    """Return the JSON that `ringattn plan` writes for these options."""
     config = load(options.split(), PlanConfig)
     result: dict[str, Any] = json.loads(json.dumps(plan(config, machine_of(config))))
     return result
@@ -504,8 +504,8 @@ def test_a_plan_for_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
      (("preset=1.3B", "recompute=full"), 370)],
 )  # fmt: skip
 def test_corrected_capacities_of_80_gib(tmp_path: Path, options: tuple[str, ...], published: int) -> None:
-    # Published values are rounded to thousands or ten thousands. They leave out normalizers and ids, which change less
-    # than the last digit.
+    # Published values are rounded to thousands or ten thousands. They do not count normalizers and ids, which change
+    # the value by less than its last digit.
     last_digit = 10 if published > 300 else 1
     _, result = run_plan(tmp_path, *options, "ranks=1", "hardware=a100-80", "transients=false", "framework_gib=0")
     assert abs(result["longest_tokens"] / 1000 - published) <= last_digit
@@ -533,7 +533,7 @@ def test_savings_are_suggested_for_a_run_that_does_not_fit(tmp_path: Path, capsy
 
 
 def last_values(settings: list[str]) -> list[str]:
-    """Return the last setting of each key."""
+    """Return the settings ("key=value") with only the last one of each key."""
     return [f"{key}={value}" for key, value in dict(setting.split("=") for setting in settings).items()]
 
 

@@ -122,7 +122,7 @@ def test_an_old_nccl_is_reported_with_its_error(monkeypatch: pytest.MonkeyPatch)
 
 
 def install(site: Path, name: str, content: bytes) -> None:
-    """Write the files of an NCCL wheel into `site`: its libnccl and its metadata with the RECORD."""
+    """Write the files of an NCCL wheel into `site`: its libnccl and its metadata, with the RECORD file."""
     library = site / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     library.parent.mkdir(parents=True, exist_ok=True)
     library.write_bytes(content)
@@ -212,7 +212,7 @@ def test_a_gpu_that_nvml_does_not_report() -> None:
 
 
 def fake_nvml(nvlink: bool, peer: bool) -> SimpleNamespace:
-    """Return a fake NVML with three devices. The status of the link between the first and the last is an error."""
+    """Return a fake NVML with three devices. A query of the link between the first and the last device fails."""
 
     def status(first: int, second: int, index: str) -> int:
         if (first, second) == (0, 2):
@@ -278,7 +278,7 @@ def test_variables(environment: dict[str, str], level: str, text: str) -> None:
 
 
 def answer(rank: int, **changed: Any) -> dict[str, Any]:
-    """Return the answer of a healthy rank, with changes."""
+    """Return the measurements that a healthy rank reports, with the entries in `changed` replaced."""
     healthy = {"rank": rank, "host": "a", "device": f"cuda:{rank}", "transport": "nccl", "torch": "2.13.0",
                "python": "3.11.7", "ringattn": "0.1.0", "message_bytes": 2**24, "bandwidth": 2e9, "latency_us": 40.0,
                "error": 2e-6}  # fmt: skip
@@ -336,7 +336,7 @@ def test_help_and_bad_options_of_the_command(capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the doctor start no processes."""
+    """Replace the processes that the doctor starts by the answers of two healthy ranks."""
     monkeypatch.setattr(doctor, "system", lambda: {"os": "some Linux"})
     monkeypatch.setattr(doctor, "run_ranks_in_processes", lambda *_, **__: [answer(0), answer(1)])
     for name in ("RANK", "WORLD_SIZE"):
@@ -411,7 +411,8 @@ def test_two_processes_use_the_transport_of_a_ring(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_this_machine(ranks: int, tmp_path: Path) -> None:
-    # As a single process and under torchrun: one document on standard output, and progress on standard error.
+    # As a single process and under torchrun, the doctor writes one document to standard output, and its progress to
+    # standard error.
     torchrun = (*TORCHRUN, f"--nproc-per-node={ranks}") if ranks else ()
     done = python(*torchrun, "-m", "ringattn", "doctor", "json=-", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -432,7 +433,10 @@ BRIDGE_CLASS, GPU_CLASS, NIC_CLASS = "0x060400", "0x030200", "0x020700"
 
 
 def registers(control: int | None) -> bytes:
-    """Return the configuration space of a bridge: another extended capability, then ACS with this control register."""
+    """Return the PCI configuration space of a bridge.
+
+    It has one other extended capability, then ACS with this control register, or no ACS for None.
+    """
     space = bytearray(4096)
     space[0x100:0x104] = (0x0001 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
     if control is not None:
@@ -442,7 +446,7 @@ def registers(control: int | None) -> bytes:
 
 
 def device(root: Path, path: str, kind: str, numa: int = 0, config: bytes | None = None, **files: str) -> Path:
-    """Write a PCI device below its bridges, and its link in the folder of all devices. Return its folder."""
+    """Write the folder of a PCI device at `path`, and a link to it in the folder of all devices. Return its folder."""
     folder = root / "sys/devices" / path
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in {"class": kind, "numa_node": str(numa), **files}.items():
@@ -465,7 +469,10 @@ def port(root: Path, name: str, nic: Path, state: str = "4: ACTIVE", layer: str 
 
 
 def plant(root: Path, acs: int | None = 0, readable: bool = True) -> Path:
-    """Write a machine with two GPUs: one shares a switch with a port, the other is on the second socket like a port."""
+    """Write the /sys and /proc trees of a machine with two GPUs.
+
+    One GPU shares a PCI switch with an InfiniBand port. The other is on the second socket, as is an Ethernet port.
+    """
     config = registers(acs) if readable else registers(acs)[:64]
     left, right = "pci0000:00/0000:00:01.0", "pci0000:80/0000:80:01.0"
     for bridge in (left, f"{left}/0000:01:00.0", right):
@@ -669,7 +676,7 @@ def test_ranks_of_two_nodes_measure_within_and_between_nodes(monkeypatch: pytest
     links = findings["links"].text
     assert links.startswith("inside a node ") and "over host memory (ranks 0 and 2)" in links
     assert "between nodes" in links and "a factor of " in links
-    # The ring of three ranks on two nodes crosses between nodes twice in any order.
+    # A ring of three ranks on two nodes crosses between the nodes twice in any order of ranks.
     assert "rank order" not in findings
     assert answers[1]["network"] and not answers[0]["network"] + answers[2]["network"]
 

@@ -51,7 +51,7 @@ SIMULATE_CASES = {
 
 @cache
 def plan_figures(options: tuple[str, ...]) -> str:
-    """Return the figures of `plan` without the names and settings that it repeats."""
+    """Return the figures that `plan` computes, without the names and settings that it copies from the options."""
     config = load(options, PlanConfig)
     figures = plan(config, machine_of(config))
     del figures["run"], figures["model"]["name"]
@@ -61,19 +61,19 @@ def plan_figures(options: tuple[str, ...]) -> str:
 
 @cache
 def simulate_figures(options: tuple[str, ...]) -> str:
-    """Return the figures of `simulate` without the settings that it repeats."""
+    """Return the figures that `simulate` computes, without the settings that it copies from the options."""
     figures = simulated(load_plain(options, SimulateConfig))
     points = [point for curve in figures["curves"].values() for point in curve]
     return json.dumps([{name: value for name, value in point.items() if name != "took_s"} for point in points])
 
 
 def without(key: str, options: list[str]) -> list[str]:
-    """Return the options to compare with: those of the case without `key` if it is dependent, otherwise none."""
+    """Return the options to compare with: none, or for a key in `DEPENDENT` those of the case without `key`."""
     return [option for option in options if not option.startswith(f"{key}=")] if key in DEPENDENT else []
 
 
 def merge(base: list[str], options: list[str]) -> tuple[str, ...]:
-    """Return the base options with `options`, which replace those of the same key."""
+    """Return the options in `base` and `options`. Those in `options` replace base options with the same key."""
     keys = {option.partition("=")[0] for option in options}
     return (*(option for option in base if option.partition("=")[0] not in keys), *options)
 

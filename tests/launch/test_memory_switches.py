@@ -94,7 +94,8 @@ def test_the_error_of_packed_rows_is_bounded(
     normal = torch.randn(len(exponents), elements, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     x = (normal * torch.tensor(exponents, dtype=torch.float64)[:, None].exp()).to(dtype)
     largest = x.double().abs().amax(-1, keepdim=True)
-    # A few roundings in the arithmetic of the scale, in float32 unless x is float64, and one to the dtype of x.
+    # The scale is computed with a few roundings, in float32 unless x is float64, and the result is rounded once to the
+    # dtype of x.
     noise = largest * (torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps)
     bounds = {
         torch.int8: largest / 254,
@@ -195,7 +196,7 @@ def test_offload_moves_all_activations_and_keeps_gradients_exact(monkeypatch: py
     monkeypatch.setattr(model_module, "save_on_cpu", count_moved)
     assert torch.equal(gradients(replace(TINY, saved_activations="offload")), gradients(TINY))
     rows, (blocks, dim, hidden) = TINY.batch * TINY.tokens, (TINY.model.layers, 32, 48)
-    # The activations that `test_only_activations_are_packed` counts for one block.
+    # The activations are those that `test_only_activations_are_packed` counts for one block.
     assert sum(moved) == rows * (blocks * (8 * dim + 4 * hidden) + 3 * dim)
 
 
@@ -237,7 +238,10 @@ def test_a_missing_optimizer_is_refused_with_the_package_to_install(
 
 
 def test_optimizers_come_from_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake packages have the class under its documented name, and record the options that it receives."""
+    """Optimizers come from the installed package, with the documented class name and the right options.
+
+    Fake packages record the options that their classes receive.
+    """
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def fake_package(module: str) -> Any:

@@ -154,7 +154,10 @@ def test_the_first_argument_must_be_a_command(capsys: pytest.CaptureFixture[str]
 def test_a_closed_output_pipe_ends_a_command_without_a_traceback(
     closed: bool, flushed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipe is that of `ringattn explain | head`. If another pipe breaks, the command raises the error."""
+    """If standard output is a closed pipe, as in `ringattn explain | head`, the command exits with 141.
+
+    The command raises the error of any other broken pipe.
+    """
 
     def run(arguments: Sequence[str]) -> int:
         print("many lines", flush=flushed)
@@ -179,7 +182,7 @@ def test_a_full_disk_behind_the_standard_output_is_one_line_of_error() -> None:
     with open("/dev/full", "w") as full:
         running = started("-m", "ringattn", "simulate", "--help", stdout=full)
         _, errors = running.communicate()
-    # The command prints its help itself. Python would try to write the rest of its buffer again when it exits.
+    # There is one line of error: the command prevents Python from writing the rest of its buffer again at exit.
     assert running.returncode == 2
     assert errors.splitlines() == [
         "ringattn simulate: the standard output or a file could not be written: No space left on device; free some "
@@ -468,9 +471,9 @@ def test_ctrl_c_ends_a_run_before_the_agent_times_out() -> None:
 def test_torchrun_reports_an_error_of_all_ranks_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 writes the reason for torchrun and exits with 2.
+    """Rank 0 writes its error into the error file of torchrun and exits with 2.
 
-    Rank 1 waits. It exits with 0 if torchrun ends it, and with 2 if it does not.
+    Rank 1 waits. It exits with 0 if torchrun ends it, and with 2 if torchrun does not.
     """
     file = tmp_path / "error.json"
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": str(file)}.items():

@@ -1,4 +1,4 @@
-"""Outputs of commands: numbers beyond bounds, paths and disks that cannot be written, terminals, symbolic links."""
+"""Outputs of commands: numbers out of bounds, paths and disks that cannot be written, terminals, symbolic links."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIGITS = "9" * 400
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that refuses its arguments. Return its error, a single line after that of its start."""
+    """Run a command that refuses its arguments. Return its error, a single line after the line of its start."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     command = arguments[0]
@@ -190,7 +190,7 @@ ORIGINAL = "a file of the user"
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """A file outside the folder that commands write to."""
+    """Return a file outside the folder that commands write to."""
     path = tmp_path / "target"
     path.write_text(ORIGINAL)
     return path
@@ -270,7 +270,10 @@ def _umask() -> int:
 
 
 def test_links_to_open_files_are_followed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/stdout is such a link, and root could replace it. Here, a temporary folder takes the place of /dev."""
+    """Commands write through links to open files such as /dev/stdout, and do not replace them.
+
+    In this test, a temporary folder takes the place of /dev.
+    """
     assert all(is_stream(Path(path)) for path in ("/dev/stdout", "/dev/null", "/dev/fd/63"))
     assert not is_stream(Path("/dev/shm/file")) and not is_stream(Path("stdout"))
     shared = folder_with_links(target, "stdout")

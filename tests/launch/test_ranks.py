@@ -37,7 +37,7 @@ ADVICE = "it was the kernel, because memory ran out"
 
 
 def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
-    """Write the report that a failed rank leaves."""
+    """Write the failure report that a failed rank writes into `folder`."""
     content = {"rank": rank, "time_s": time_s, "kind": kind, "message": "why", "refused": False, "traceback": ""}
     (folder / f"failure-{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -45,18 +45,18 @@ def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
 @pytest.mark.parametrize(
     ("reports", "exits", "message", "kind"),
     [
-        # An error counts more than the loss of a peer, whichever was reported first.
+        # An error takes precedence over the loss of a peer, whichever was reported first.
         ({1: ("ValueError", 5.0)}, {1: (1, 4.0)}, "rank 1 failed first: ValueError: why", "ValueError"),
         ({0: ("PeerLostError", 1.0), 1: ("ValueError", 5.0)}, {0: (1, 1.0), 1: (1, 5.0)}, "rank 1", "ValueError"),
         ({0: ("PeerLostError", 2.0), 2: ("ClosedError", 1.0)}, {0: (1, 2.0), 2: (1, 1.0)}, "rank 2", "ClosedError"),
-        # A signal counts more than the errors of the other ranks after it.
+        # A signal takes precedence over later errors of the other ranks.
         ({}, {1: (-9, 1.0)}, f"rank 1 was killed (SIGKILL). If nobody did that, {ADVICE}", "killed"),
         ({0: ("PeerLostError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({0: ("RuntimeError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({}, {1: (-11, 1.0)}, "rank 1 was killed (SIGSEGV)", "killed"),
         ({}, {1: (-15, 1.0)}, "rank 1 was killed (SIGTERM). This command did not send it", "killed"),
         ({}, {1: (-40, 1.0)}, "rank 1 was killed (signal 40)", "killed"),
-        # A signal after a rank reported a silent peer or an error does not count.
+        # A signal after a rank has reported a silent peer or an error is ignored.
         (
             {0: ("DeadlineError", 1.0)},
             {0: (1, 1.0), 1: (-9, 2.0)},
@@ -65,7 +65,7 @@ def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
         ),
         ({0: ("ValueError", 1.0)}, {0: (1, 1.0), 1: (-9, 2.0)}, "rank 0 failed first: ValueError", "ValueError"),
         ({1: ("ValueError", 1.0)}, {1: (-6, 0.9)}, "rank 1 failed first: ValueError", "ValueError"),
-        # A deadline that passed because a rank had been killed does not count.
+        # A deadline that passed because a rank had been killed is ignored.
         ({0: ("DeadlineError", 9.0)}, {0: (1, 9.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({}, {2: (3, 2.0), 1: (7, 1.0)}, "rank 1 ended with exit code 7 and reported no error\nits last words", "exit"),
     ],
@@ -178,7 +178,7 @@ def test_a_rank_has_no_input_and_its_own_session(tmp_path: Path) -> None:
 
 
 def read_pids(folder: Path, ranks: int) -> list[int]:
-    """Wait until all ranks have written their process id and that of a child, and return all of these."""
+    """Wait until all ranks have written their process id and that of a child. Return all process ids."""
     files = [folder / str(rank) for rank in range(ranks)]
     assert soon(lambda: all(file.exists() and file.read_text().endswith(" ") for file in files)), "did not start"
     return [int(pid) for file in files for pid in file.read_text().split()]
@@ -332,7 +332,7 @@ def test_a_port_in_use_is_reported() -> None:
 
 @contextmanager
 def listening(host: str, addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Let `host` have these addresses, and yield the address on which node 0 listens."""
+    """Make `host` resolve to these addresses, let node 0 listen, and yield the address on which it listens."""
     monkeypatch.setattr(
         socket, "getaddrinfo",
         lambda _, port, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in addresses],
@@ -346,7 +346,7 @@ def test_node_0_listens_on_the_address_of_its_endpoint(
 ) -> None:
     with listening("127.0.0.2", ["127.0.0.2"], monkeypatch) as address:
         assert address == "127.0.0.2" and not capsys.readouterr().err
-    # An address of this machine's name in its /etc/hosts, and an address that a router translates.
+    # The first address is one that /etc/hosts may give this machine's name, the second is one that a router translates.
     for host, addresses in (("node0", ["127.0.1.1"]), ("node0.example", ["192.0.2.7"])):
         with listening(host, addresses, monkeypatch) as address:
             assert address == "0.0.0.0"

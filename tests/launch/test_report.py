@@ -71,7 +71,7 @@ def test_help_and_bad_arguments_of_report(tmp_path: Path, capsys: pytest.Capture
 
 
 def lines_of(path: Path, records: list[Record]) -> dict[str, list[tuple[int, int]]]:
-    """Return (ranks, tokens) of the points of each series, by its view and label."""
+    """Return the points of each series as (ranks, tokens), by the view and the label of the series."""
     all_series = series_of(read_sweep(folder(path, records)))
     return {f"{s.view.name}: {s.label}": [(p.world_size, p.tokens) for p in s.points] for s in all_series}
 
@@ -131,7 +131,7 @@ def test_single_points_share_a_panel(tmp_path: Path) -> None:
 
 
 def timed_record(line: Record, forward: float, backward: float, tflops: float | None) -> Record:
-    """Return the record with these times in milliseconds and this rate."""
+    """Return the record with these times of forward and backward in milliseconds and this rate in TFLOP/s."""
     times = {
         f"{name}_ms": {"median": ms, "p10": ms, "p90": ms, "samples": 3}
         for name, ms in (("forward", forward), ("backward", backward))
@@ -380,7 +380,7 @@ def test_a_report_of_one_point_and_of_two_hundred(tmp_path: Path, monkeypatch: p
 
 
 class Links(HTMLParser):
-    """Collects what a page would load."""
+    """A parser that collects the resources that a page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ def run_compare(tmp_path: Path, before: list[Record], after: list[Record], *opti
 
 
 def timed(ms: float, p10: float, p90: float) -> Record:
-    """Return a record whose forward pass takes this many milliseconds."""
+    """Return a record whose forward pass has this median and these percentiles in milliseconds."""
     return {**record(2, 4096), "forward_ms": {"median": ms, "p10": p10, "p90": p90, "samples": 10}}
 
 
@@ -518,7 +518,7 @@ def test_points_in_only_one_sweep_are_listed(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_compare_names_points_of_one_rank_as_report_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their schedule, layout and transport are shown as "any", whatever the record contains."""
+    """`compare` shows the schedule and layout of a point on one rank as "any", whatever the record contains."""
     shared = [record(1, 4096, "direct", "contiguous"), record(2, 4096, "ring")]
     old, new = record(1, 8192, "direct"), record(2, 8192, "direct")
     assert run_compare(tmp_path, [*shared, old], [*shared, new])[0] == 0
@@ -624,7 +624,7 @@ MEASURE = """<script>addEventListener("load", () => {
     broken: [...document.images].filter((image) => !image.naturalWidth).length,
     dark: matchMedia("(prefers-color-scheme: dark)").matches };
   parent.postMessage(JSON.stringify(results), "*") })</script>"""
-# Chromium's windows are at least 500 pixels wide. A frame can be narrower.
+# The page is in a frame, because Chromium's windows are at least 500 pixels wide and a frame can be narrower.
 FRAME = """<!doctype html><meta name="color-scheme" content="light dark"><body style="margin: 0">
 <pre id="measured" hidden></pre>
 <script>addEventListener("message", (event) => {
@@ -644,7 +644,10 @@ def browse(page: Path, size: tuple[int, int], *flags: str) -> str:
 
 
 def draw(path: Path, html: str, width: int, *flags: str) -> tuple[dict[str, Any], np.ndarray]:
-    """Return what `MEASURE` measures on the page, and a picture of the whole page: (height, width, 3), 0 to 255."""
+    """Open the page in Chromium. Return the measurements of the script `MEASURE`, and a picture of the whole page.
+
+    The picture is (height, width, 3), with values from 0 to 255.
+    """
     (path / "measured.html").write_text(html.replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")
     frame, shot = path / "frame.html", path / f"page-{width}.png"
     frame.write_text(FRAME.replace("WIDTH", str(width)).replace("HEIGHT", "800"), encoding="utf-8")
@@ -685,6 +688,6 @@ def test_the_page_fits_a_browser(tmp_path: Path, width: int, flags: tuple[str, .
     for box in measured["charts"]:
         assert (box[2] - box[0]) * (box[3] - box[1]) > 50_000
         counts = [count_pixels(picture, box, color) for color in series]
-        # The line on top shows at least three markers of 4 x 4 pixels. A line below shows corners of its markers.
+        # The line on top shows at least three markers of 4 x 4 pixels. Lines under it show parts of their markers.
         assert max(counts) > 48 and sum(count > 0 for count in counts) >= 2, counts
         assert count_pixels(picture, box, text_color) > 0  # the inside of a stroke of a letter or an axis

@@ -79,7 +79,7 @@ def test_the_options_of_run_and_sweep() -> None:
 
 
 def test_every_softmax_option_is_a_key_of_every_call() -> None:
-    """The commands take these keys from `AttentionOptions`."""
+    """Every command with calls has every option of `AttentionOptions` as a key."""
     names = {option.name for option in fields(AttentionOptions)}
     for schema in (RunConfig, ExplainConfig, TimelineConfig):
         assert names <= {leaf for leaf, _, _ in leaves(schema())}
@@ -184,13 +184,13 @@ def test_the_number_of_ranks_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch
 
 
 def measure(options: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """Measure a point on ranks that are threads, and return the facts on each rank."""
+    """Measure a point on ranks that are threads, and return each rank's result."""
     config = load_run([*TINY, *options, f"ranks={ranks}"])
     return run_ranks(ranks, lambda ring: point.measure(ring, config, lambda line: None), engine=config.engine)
 
 
 def count_pairs(mask: str, tokens: int) -> int:
-    """Return the number of pairs of query and key of a head, counted one by one."""
+    """Return the number of pairs of query and key that a mask allows in a head, counted one by one."""
     return {
         "full": sum(1 for _ in range(tokens) for _ in range(tokens)),
         "causal": sum(1 for q in range(tokens) for k in range(tokens) if k <= q),
@@ -454,7 +454,7 @@ def test_a_wrong_case_shows_the_cases_of_its_schedule(
 
 
 class Opened(Exception):
-    """Raised instead of opening a ring, with the option of the ring that a test compares."""
+    """Raised instead of opening a ring. Its argument is the option of the ring that a test compares."""
 
 
 @pytest.mark.parametrize(("option", "opened"), [("nccl", "nccl"), ("peer", "peer"), ("gloo", "gloo"), ("local", "shm")])

@@ -66,7 +66,7 @@ def passes(explanation: Explanation) -> list[Schedule]:
 
 
 def rows_of(table: str) -> list[list[str]]:
-    """Return the rows of each table of steps in a text, one table per pass: the step's number and a cell per rank."""
+    """Return the tables of steps in a text, one per pass. A row has the number of the step and one cell per rank."""
     lines = table.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith("step  ")]
     tables = []
@@ -79,7 +79,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_the_table_has_the_step_numbers_of_the_plans(explained: tuple[Explanation, Figure]) -> None:
-    """So a step number in an error or in a recording can be looked up in the table."""
+    """The table uses the plans' step numbers, so that a number in an error or a recording can be looked up in it."""
     explanation, _ = explained
     tables = rows_of(str(explanation))
     assert len(tables) == 2
@@ -199,7 +199,7 @@ def test_consecutive_numbers_are_printed_as_ranges(numbers: list[int], text: str
 
 @pytest.mark.parametrize("rates", [(1, 4, 8), (1, 12), (3, 20), (1, 7, 49), (1, 1000)])
 def test_rows_of_a_rate_have_equal_distances_in_the_picture(rates: tuple[int, ...]) -> None:
-    """The bins that contain rows of a rate are equally far apart, or are all bins."""
+    """The bins of the picture that contain rows of a rate have equal distances."""
     layout = make_layout("contiguous", 9000, 2)
     mask = Dilated((500, 9000, 9000)[: len(rates)], rates).mask(9000, 9000, None, None, 1, 1)
     width = bin_width(Problem(layout, layout, mask, 1, 1, 1, 8, 8, "float32"))
@@ -254,8 +254,8 @@ def test_the_command_draws_the_rows_of_branches(tmp_path: Path, capsys: pytest.C
     assert main(["explain", *DILATED, f"rows_picture={tmp_path / 'rows.png'}"]) == 0
     image = matplotlib.image.imread(tmp_path / "rows.png")
     assert image.shape[0] > 500 and len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 20
-    # Rows of K and of V that are sent: 512 with r = 4 cross one of two borders, 3 * 64 with r = 8 reach three ranks.
-    # Each has 4 heads of 128.
+    # The rows of K and of V that are sent: 512 of the branch with r = 4 cross one of two borders of ranks, and 64 of
+    # the branch with r = 8 reach three ranks. Each row has 4 heads with head_dim 128.
     line = "forward sends 1.05MB in total; a full ring 6.29MB (6 times), an all-gather of the sparse rows 2.36MB"
     assert line in capsys.readouterr().out
 

@@ -36,7 +36,7 @@ SMALL = ["heads=4", "kv_heads=2", "head_dim=64"]
 def test_a_sweep_changes_from_plans_to_classes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate few ranks by plans and more ranks by classes; the two curves share the largest point."""
+    """Few ranks are simulated by their plans, more ranks by classes. The strong and weak curves share a point."""
     run, simulated = Simulator.run, []
     monkeypatch.setattr(Simulator, "run", lambda self, *call: simulated.append(call[:2]) or run(self, *call))
     file, picture = tmp_path / "a.json", tmp_path / "a.png"
@@ -163,7 +163,7 @@ def test_axes_of_short_and_long_calls_are_readable() -> None:
 
 
 def test_the_curves_show_every_measure() -> None:
-    """Each measure has a panel with its values. The legend says how a point was simulated."""
+    """Each measure has a panel with its values. The legend says how the points were simulated."""
     simulator = Simulator(SimulateConfig(heads=4, kv_heads=2, head_dim=64), CLUSTERS["h100"])
     points = [simulator.run(24576, ranks) for ranks in (1, 16, 24)]
     figure = curves_figure({"strong": points}, picture_title(simulator, points))

@@ -48,7 +48,7 @@ def facts(config: RunConfig) -> dict[str, Any]:
 
 
 class StandIn:
-    """Replaces `run_here`: records the configurations and returns `answer` of each, which may raise."""
+    """A replacement for `run_here` that records each configuration and returns its `answer`, which may raise."""
 
     def __init__(self) -> None:
         self.ran: list[RunConfig] = []
@@ -318,7 +318,7 @@ def test_a_second_process_in_the_folder_is_refused(
 
 
 def write_half(file: int, data: bytes) -> int:
-    """Write the first half of the data without an error, like a disk that fills up."""
+    """Write the first half of the data without an error, as `os.write` does on a disk that fills up."""
     return write(file, data[: len(data) // 2])
 
 

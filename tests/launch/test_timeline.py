@@ -1,4 +1,4 @@
-"""`ringattn timeline`: recordings, the trace and the picture of them, predictions, and the clocks of ranks."""
+"""`ringattn timeline`: recordings, their trace and picture, predictions, and the clocks of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ from tests.launch.commands import write_calibration
 
 
 def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> list[Track]:
-    """Return tracks of two passes of 8 ms: 4 ms of work, and messages that it hides or that last 4 ms longer."""
+    """Return tracks of two passes of 8 ms with 4 ms of work.
+
+    The messages of a pass last 4 ms longer than the work if they are `exposed`; otherwise the work hides them.
+    """
     end = 8000.0 if exposed else 3900.0
     spans = Span("step 0 attend", COMPUTE, 0.0, 4000.0), Span("step 0 exchange", COMM, 100.0, end, 64)
     passes = tuple(RecordedPass(name, 0.0, 8000.0, spans) for name in ("forward", "backward"))
@@ -55,7 +58,7 @@ def scripted(ranks: int, exposed: bool = True, arrivals_known: bool = True) -> l
 
 
 def shares(path: Path) -> dict[str, float]:
-    """Return the share of the picture's pixels that have each color."""
+    """Return the fraction of the picture's pixels that have each color."""
     pixels = matplotlib.image.imread(path)[:, :, :3]
     colors = ATTEND, MESSAGES, EXPOSED
     return {color: float((np.abs(pixels - to_rgb(color)).max(2) < 0.01).mean()) for color in colors}
@@ -76,7 +79,7 @@ def test_the_picture_shows_work_and_hidden_and_exposed_messages(tmp_path: Path, 
 @pytest.mark.parametrize("lasts_us", [(8000.0, 20000.0), (100.0, 20000.0), (3000.0, 3000.0), (0.0, 0.0)])
 @pytest.mark.parametrize("predicted_ratio", [1.0, 1.6])
 def test_a_millisecond_has_the_same_width_in_all_panels(lasts_us: tuple[float, float], predicted_ratio: float) -> None:
-    """The scale does not change if a prediction ends later than the recording or a pass is short."""
+    """All panels have the same scale, also if a prediction ends later than the recording or a pass is short."""
     spans = [(Span("step 0 attend", COMPUTE, 0.0, last), Span("step 0 exchange", COMM, 0.0, last)) for last in lasts_us]
     passes = tuple(
         RecordedPass(name, 50.0, 50.0 + last, of_pass)
@@ -188,7 +191,7 @@ def test_recordings_of_all_ranks_are_needed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def recordings(tmp_path: Path) -> Path:
-    """A folder with the recordings of a call of two ranks."""
+    """Write the recordings of a call on two ranks into a folder, and return the folder."""
     config = TimelineConfig(ranks=2, tokens=64, head_dim=8, schedule="ring", warmup=0)
     write_tracks(tmp_path / "recordings", run_ranks(2, lambda ring: record_rank(ring, config)))
     return tmp_path / "recordings"
@@ -344,7 +347,7 @@ CLOSE_US = 1e-3
 
 
 def record(ranks: int, schedule: str = "ring", calls: int = 2) -> list[Track]:
-    """Record a few small calls, forward and backward, on threads."""
+    """Record a few small calls, forward and backward, on threads. Return the track of each rank."""
 
     def body(ring: Ring) -> Track:
         seq = ring.sequence(41, layout="zigzag")
@@ -459,7 +462,7 @@ def measure_offsets(
 ) -> list[Offset]:
     """Return the offsets that ranks measure if their clocks run ahead by `skews_s`.
 
-    Each all-gather delays a rank by `delay_s` of it, once before all ranks have arrived and once after.
+    Each all-gather delays a rank by `delay_s(rank)`, once before all ranks have arrived and once after.
     """
     barrier = threading.Barrier(len(skews_s))
     payloads: list[bytes] = [b""] * len(skews_s)
@@ -506,7 +509,7 @@ def test_ranks_of_one_host_share_their_clock() -> None:
 
 
 def test_an_offset_is_measured_if_clocks_with_the_same_id_differ() -> None:
-    # Two containers of one host can have the same boot id, and one of them its own time namespace.
+    # Two containers of one host can have the same boot id, although one of them has its own time namespace.
     _, offset = measure_offsets([0.0, 3.0], ["a", "a"], lambda rank: 1e-4)
     assert offset.offset_us == pytest.approx(-3e6, abs=1e3)
 

@@ -1,4 +1,4 @@
-"""Training on several ranks gives the losses of one process; errors name what differs, is not finite or died.
+"""Training on several ranks gives the losses of one process. Errors name the cause: a difference, a NaN, a dead rank.
 
 Most tests run the ranks as threads in float64, so that rounding cannot hide an error; some start real processes.
 """
@@ -142,7 +142,10 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_process_ends_with_its_parent(kernel: bool) -> None:
-    """The kernel sends the signal or the process polls its parent. A process that finds another parent ends at once."""
+    """A process ends with its parent, if the kernel sends the signal and if the process polls its parent.
+
+    A process whose parent has already gone ends at once.
+    """
     child = (
         "import sys, time\nfrom ringattn.launch import processes\n"
         f"processes._asked_the_kernel = processes._asked_the_kernel if {kernel} else lambda number: False\n"
@@ -196,7 +199,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [4, 16, 39, 100])
 def test_labels_of_memory_bars_do_not_overlap(ranks: int) -> None:
-    """Up to 40 bars have a label each, and more have none; the title names the largest bar of each run."""
+    """Each of up to 40 bars has a label, more bars have none. The title names the largest bar of each run."""
     shared = [(1000 + rank) << 20 for rank in range(ranks)]
     figure = memory_figure([Bars("1 process", 1 << 20, [9000 << 20]), Bars(f"{ranks} processes", 1 << 20, shared)], "")
     (axes,) = figure.axes
@@ -306,9 +309,9 @@ Spoil = Callable[..., None]
 
 @pytest.fixture
 def spoil(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoil]:
-    """A function that makes the loss of one step (from 0) of one rank non-finite, or only its gradient.
+    """Yield a function that makes the loss of one step (from 0) of one rank non-finite, or only its gradient.
 
-    It requests `monkeypatch`, so that its patches of the trainer are undone before those of a test.
+    The fixture requests `monkeypatch`, so that its patches of the trainer are undone before those of a test.
     """
     with ExitStack() as stack:
         yield lambda step, rank=0, value=math.nan, what="loss": stack.enter_context(spoiled(step, rank, value, what))
@@ -358,7 +361,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 def test_a_skipped_step_is_reported_and_changes_no_weight(spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = loop.drawn
-    # Train on the sequences of step 0 at every step, so that the step after the skipped one has the loss of that one.
+    # Every step trains on the sequences of step 0. The step after a skipped step then has the loss that the skipped
+    # step would have had.
     monkeypatch.setattr(loop, "drawn", lambda ring, replica, text, step, config: drawn(ring, replica, text, 0, config))
     undisturbed = run(SMALL, ranks=2)["losses"]
     spoil(2, rank=1)
@@ -379,7 +383,10 @@ def test_a_resumed_run_reports_steps_skipped_before(tmp_path: Path, spoil: Spoil
 
 
 def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path: Path, spoil: Spoil) -> None:
-    """To save an optimizer without state, torch takes a step first, which would count as a step of training."""
+    """A checkpoint before the first update does not change training.
+
+    To save an optimizer without state, torch first takes a step, which must not count as a step of training.
+    """
     spoil(0)
     config = replace(SMALL, nonfinite="skip")
     expected = run(config)
@@ -488,7 +495,10 @@ def test_torchrun_restarts_killed_ranks(tmp_path: Path) -> None:
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The runs that the launcher starts. All of them are killed; with seed 7 they are refused instead."""
+    """Replace the launcher by one that fails. Return the list of runs that it was asked to start.
+
+    Each run fails as if it had been killed; runs with seed 7 fail as if they had been refused.
+    """
     runs: list[dict[str, Any]] = []
 
     def fail(entry: str, spec: dict[str, Any], *more: Any) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ from tests.launch.training import SMALL, names, run
 
 @pytest.fixture
 def saved(tmp_path: Path) -> TrainConfig:
-    """The configuration of a run of three steps that has saved a checkpoint at its end."""
+    """Train three steps and save a checkpoint at the end. Return the configuration."""
     config = replace(SMALL, steps=3, checkpoint_every_steps=3, out=str(tmp_path / "run"))
     run(config)
     return config
@@ -241,7 +241,7 @@ def test_threads_refuse_to_save_or_to_ignore_checkpoints(saved: TrainConfig, eve
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Set the environment as if torchrun were the parent of this process. The value can change it further."""
+    """Set the environment as if torchrun were the parent of this process. Return the monkeypatch for more changes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     return monkeypatch
@@ -318,7 +318,7 @@ DESCRIBED = checkpoints.described
 
 @pytest.fixture
 def saved_twice(tmp_path: Path) -> TrainConfig:
-    """The configuration of a run of 6 steps that ended after step 4, with checkpoints of steps 2 and 4."""
+    """Run the first 4 of 6 steps, with checkpoints of steps 2 and 4. Return the configuration of all 6 steps."""
     config = replace(SMALL, checkpoint_every_steps=2, out=str(tmp_path / "run"))
     run(replace(config, steps=4))
     return config
@@ -384,7 +384,7 @@ def test_a_run_does_not_start_from_scratch_if_all_checkpoints_are_damaged(saved_
 def test_a_save_keeps_two_good_checkpoints_besides_a_damaged_one(
     saved_twice: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a checkpoint is damaged during the run, it does not count as one of the two that are kept."""
+    """A checkpoint that was damaged during the run does not count as one of the two that a save keeps."""
     save = checkpoints.Checkpoints.save
 
     def damage_and_save(self: Any, model: Any, optimizer: Any, curve: Any) -> None:
@@ -499,7 +499,7 @@ def test_a_signal_during_a_save_is_not_reported_as_a_full_disk(
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for the lock of a folder."""
+    """Make runs fail at once, instead of waiting, if another run holds the lock of a folder."""
     monkeypatch.setattr(mesh, "DYING_S", 0.0)
 
 
@@ -570,7 +570,7 @@ class CallsOnLoad:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that the code in a malicious checkpoint would create."""
+    """Return the path of a file that the code in a malicious checkpoint would create."""
     return tmp_path / "code has run"
 
 
@@ -583,7 +583,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def update_digests(path: Path) -> TrainConfig:
-    """Make the digests of a changed checkpoint correct. Return the configuration of a run that resumes from it."""
+    """Write the correct digests of a changed checkpoint. Return the configuration of a run that resumes from it."""
     content = read_run(path)
     del content["files"]
     (path / RUN).unlink()
@@ -660,7 +660,7 @@ def test_an_entry_that_calls_a_function_is_refused(
 
 
 def test_every_class_in_the_metadata_of_torch_is_accepted(tmp_path: Path) -> None:
-    """The metadata describes tensors of several dtypes and the values in the state of an optimizer."""
+    """The unpickler accepts the metadata of tensors of several dtypes and of the values in an optimizer's state."""
     state = {
         **{
             str(dtype): torch.zeros(2, dtype=dtype)

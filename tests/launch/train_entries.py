@@ -18,7 +18,7 @@ from ringattn.launch.train.mesh import opened_mesh, replica_of
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the reduce-scatters in a block."""
+    """A mode that counts the reduce-scatter calls inside its `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Reductions(TorchDispatchMode):
 
 
 def train_and_count(spec: dict[str, Any]) -> dict[str, Any]:
-    """Train `spec["runs"]`, then count the reductions of gradients in one step of the sharded run `spec["counted"]`."""
+    """Train `spec["runs"]`, then count the gradient reduce-scatters in a step of the sharded run `spec["counted"]`."""
     report = loop.train_rank(spec)
     config = from_spec(spec["counted"])
     with opened_mesh(config) as (ring, everyone):
@@ -42,7 +42,7 @@ def train_and_count(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def kill_once(step: int, rank: int) -> None:
-    """Patch the trainer so that `rank` kills itself before step number `step`, but not after a restart."""
+    """Patch the trainer so that `rank` kills itself before step number `step`, once: not again after a restart."""
     drawn = loop.drawn
 
     def kill_or_draw(ring: Ring, replica: int, text: Documents, now: int, config: TrainConfig) -> list[BatchPart]:

@@ -20,7 +20,7 @@ TINY = TrainConfig(tokens=61, batch=2, steps=4, dtype="fp64", warmup_steps=2, mo
 
 
 def run(config: TrainConfig, ranks: int = 1) -> dict[str, Any]:
-    """Train on threads, with `config.replicas` rings of `ranks`. Return the result, which must be that of all ranks."""
+    """Train on threads, with `config.replicas` rings of `ranks`. Check that all ranks have one result; return it."""
     rings = [LocalWorld(ranks, 60.0) for _ in range(config.replicas)]
 
     def of_rank(everyone: Ring) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def run(config: TrainConfig, ranks: int = 1) -> dict[str, Any]:
 
 
 def alone(config: TrainConfig) -> dict[str, Any]:
-    """Train the same run on one rank, from its first step."""
+    """Train the same run on one rank, from the first step and without checkpoints. Return the result."""
     return run(replace(config, ranks=1, replicas=1, micro_batch=None, sharding="none", checkpoint_every_steps=None,
                        resume="never", out=TrainConfig().out))  # fmt: skip
 
@@ -50,5 +50,5 @@ def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def names(folder: str | Path) -> list[str]:
-    """Return the names in the folder of checkpoints, sorted."""
+    """Return the sorted names of the entries in the folder of checkpoints."""
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
