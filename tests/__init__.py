@@ -1,1 +1,1 @@
-"""Regular packages, so that no other package called `tests` is found in their place."""
+"""The tests, a regular package, so that Python does not find another package called `tests` in its place."""

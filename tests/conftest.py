@@ -1,4 +1,4 @@
-"""Settings of every test run: one thread per rank, the same examples in every CI run, GPU checks only on a GPU."""
+"""Settings of every test run: one thread per rank, the same examples in every CI run, GPU tests only on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 # OMP_NUM_THREADS says otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Inductor's disk cache ignores ATEN_CPU_CAPABILITY and changes of an operator's fake: never reuse that of other runs.
+# Never reuse Inductor's disk cache of another run: its key ignores ATEN_CPU_CAPABILITY and changes of an operator's
+# fake implementation.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="ringattn-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], True)
@@ -25,7 +26,7 @@ pytest_plugins = ("tests.running",)
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-# A GPU machine may have torch and pytest and nothing else; see pytest_ignore_collect.
+# A GPU machine may have only torch and pytest; see pytest_ignore_collect.
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
@@ -39,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Under `-m gpu` import only files that name the marker, so that packages of other tests are not needed."""
+    """Under `-m gpu`, ignore files that do not name the marker, so that packages of other tests are not needed."""
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
         return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None

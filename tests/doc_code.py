@@ -1,6 +1,6 @@
 """Runs the Python of a documentation page: its ```python blocks in order, in one namespace, as a reader would.
 
-A block with a word after `python` is shown and not run. Errors name the line of the page.
+A block with a word after `python` is not run. Errors name the line of the page.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def code_of(page: str) -> str:
-    """Return the code of `docs/<page>` as one script with the page's line numbers.
+    """Return the code of `docs/<page>` as one script in which each line has the line number of the page.
 
-    Raises ValueError if there is none.
+    Raises ValueError if the page has no code.
     """
     text = (DOCS / page).read_text(encoding="utf-8")
     lines = [""] * text.count("\n")
@@ -37,21 +37,21 @@ def code_of(page: str) -> str:
 
 
 def block_of(page: str, word: str) -> str:
-    """Return the code of the one block of `docs/<page>` that begins with ```python and `word`."""
+    """Return the code of the single block of `docs/<page>` that begins with ```python and `word`."""
     text = (DOCS / page).read_text(encoding="utf-8")
     (block,) = re.findall(rf"^```python {word}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return str(block)
 
 
 def run_page(page: str, **variables: Any) -> dict[str, Any]:
-    """Run the code of `docs/<page>` in this process with these variables; return all names."""
+    """Run the code of `docs/<page>` in this process with these global variables; return all its global names."""
     names: dict[str, Any] = {"__name__": "__docs__", **variables}
     exec(compile(code_of(page), str(DOCS / page), "exec"), names)
     return names
 
 
 def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: float = 240.0) -> str:
-    """Run the page's code as one script on `ranks` processes; return the output of each, rank after rank."""
+    """Run the page's code as one script on `ranks` processes; return their outputs, concatenated by rank."""
     script = folder / page.replace(".md", ".py")
     script.write_text(code_of(page), encoding="utf-8")
     return run_under_torchrun([str(script)], folder, ranks, timeout_s)
@@ -60,7 +60,7 @@ def run_page_under_torchrun(page: str, folder: Path, ranks: int, timeout_s: floa
 def run_under_torchrun(
     program: Sequence[str], folder: Path, ranks: int, timeout_s: float = 240.0, cwd: Path = ROOT, **env: str
 ) -> str:
-    """Run a Python program on `ranks` processes; return the output of each, rank after rank.
+    """Run a Python program on `ranks` processes; return their outputs, concatenated by rank.
 
     `env`: additional environment variables.
     """
@@ -77,7 +77,7 @@ def run_under_torchrun(
 
 
 def example(name: str) -> dict[str, Any]:
-    """Execute the code block that defines `name`, a class or a function; return its names."""
+    """Execute the code block of CONTRIBUTING.md that defines the class or function `name`; return its global names."""
     blocks = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(encoding="utf-8"), re.DOTALL)
     (block,) = (block for block in blocks if re.search(rf"^ *(class|def) {name}\(", block, re.MULTILINE))
     names: dict[str, Any] = {"__name__": "tests.doc_code"}

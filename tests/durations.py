@@ -1,6 +1,6 @@
-"""The cost of the tests: core seconds by file, of `make test` and of the rest.
+"""The cost of the tests in core seconds by file, for `make test` and for the other tests.
 
-Core seconds, not wall-clock seconds, so that a machine under load gives nearly the same table.
+The unit is core seconds, not wall-clock seconds, so that a machine under load gives nearly the same table.
 `python -m tests.durations` (`make durations`) reads the JUnit files that `make test` and `make test-rest` left in
 build/, and writes the table for those that exist. `tests/test_durations.py` compares it with the budget.
 """
@@ -48,17 +48,17 @@ def read() -> Durations:
 
 
 def renewed(table: Mapping[str, dict[str, float]], build: Path) -> Durations:
-    """Return the table with new figures for the runs whose JUnit file exists."""
+    """Return the table with the figures of all runs whose JUnit file is in `build` replaced by those of the file."""
     reports = {run: build / f"tests-{run}.xml" for run in RUNS}
     return {run: of_report(file) if file.exists() else table.get(run, {}) for run, file in reports.items()}
 
 
 def quick_core_s(table: Durations, files: Iterable[str]) -> float:
-    """Return the core seconds of `make test` on two cores, without lint; unknown files count UNKNOWN_S.
+    """Return the core seconds of `make test` on two cores, without lint. A file without figures counts UNKNOWN_S.
 
-    While a test runs alone, the other core is idle.
+    A test that runs alone counts twice, because the other core is idle.
     """
-    # Groups that have not changed since they were proven do not run.
+    # The files of `unchanged.GROUPS` count nothing: they do not run unless they have changed.
     known_files = {file for run in table.values() for file in run} | {
         file for start in GROUPS.values() for file in start
     }
@@ -67,7 +67,7 @@ def quick_core_s(table: Durations, files: Iterable[str]) -> float:
 
 
 def main() -> None:
-    """Renew the table, and print its totals."""
+    """Update the table from the JUnit files, and print its totals."""
     table = renewed(read() if TABLE.exists() else {}, ROOT / "build")
     TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     for run, files in table.items():

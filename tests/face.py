@@ -1,4 +1,4 @@
-"""A small call for tests of wrong arguments, and the errors of all ranks."""
+"""Helpers for tests of wrong arguments: a small valid call, and the errors of all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def good_call(ring: Ring) -> dict[str, Any]:
 
 
 def attend(ring: Ring, change: Change | None = None) -> Tensor:
-    """Make one call with changed arguments."""
+    """Make the valid call, with its arguments changed by `change`."""
     arguments = good_call(ring)
     if change is not None:
         change(ring, arguments)
@@ -35,7 +35,7 @@ def attend(ring: Ring, change: Change | None = None) -> Tensor:
 
 
 def errors(body: Callable[[Ring], object], ranks: int = RANKS, **options: Any) -> list[Exception]:
-    """Return the error of each rank; every rank must raise one before the deadline."""
+    """Run `body` on all ranks and return the error of each. Fails unless every rank raises before the deadline."""
 
     def caught(ring: Ring) -> Exception | None:
         try:

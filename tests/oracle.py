@@ -1,6 +1,6 @@
-"""The reference (`tests.fuzz.reference`) with the arguments of `Ring.attention`: booleans of pairs, `ringattn.masks`.
+"""The reference (`tests.fuzz.reference`) with boolean masks and with the masks of `ringattn.masks`.
 
-`tests/fuzz/test_reference.py` compares it with torch's attention and with masks drawn by hand.
+`tests/fuzz/test_reference.py` compares it with torch's attention and with hand-written masks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def allowed_mask(
     cu_seqlens: list[int] | None = None,
     kv_cu_seqlens: list[int] | None = None,
 ) -> Tensor:
-    """Return booleans (q tokens, k tokens); see `reference.plain_counts`.
+    """Return which queries attend to which keys, booleans (q tokens, k tokens); see `reference.plain_counts`.
 
     `cu_seqlens`: document bounds, from 0 to the number of tokens; `kv_cu_seqlens`: those of the keys if they differ.
     """
@@ -54,6 +54,6 @@ def alibi(
     cu_seqlens: list[int] | None = None,
     kv_cu_seqlens: list[int] | None = None,
 ) -> Tensor:
-    """Return what ALiBi adds, (q heads, q tokens, k tokens); positions count from each document's start."""
+    """Return the bias that ALiBi adds to scores, (q heads, q tokens, k tokens). Positions count within documents."""
     kv_cuts = cu_seqlens if kv_cu_seqlens is None else kv_cu_seqlens
     return reference.alibi(slopes, reference.places(q_tokens, cu_seqlens), reference.places(k_tokens, kv_cuts))

@@ -15,7 +15,7 @@ Words = list[np.ndarray]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Return the four random words of counters of four words, all uint64 arrays of numbers below 2**32."""
+    """Return the four random words for a counter of four words. All are uint64 arrays of numbers below 2**32."""
     low = np.uint64(0xFFFFFFFF)
     c0, c1, c2, c3 = counter
     for turn in range(10):
@@ -38,7 +38,9 @@ def kept(batch: int, heads: int, q_tokens: int, k_tokens: int, seed: int, p: flo
 def kept_at(
     batch: Sequence[int], heads: Sequence[int], queries: Sequence[int], keys: Sequence[int], seed: int, p: float
 ) -> Tensor:
-    """Return (batch, heads, queries, keys) float64: 1 / (1 - p) for weights that dropout keeps, otherwise 0.
+    """Return the factors of dropout for these indices, (batch, heads, queries, keys) float64.
+
+    The factor is 1 / (1 - p) for a weight that dropout keeps, otherwise 0.
 
     The keys 4 j to 4 j + 3 use the words of counter (j, query, head, batch); the seed is Philox's key.
     """

@@ -10,7 +10,10 @@ import torch
 
 @contextmanager
 def unset_is_nan() -> Iterator[None]:
-    """Fill it in all threads of the process, through torch's deterministic mode, which has no other effect on a CPU."""
+    """Fill uninitialised memory with NaN in all threads of the process, by torch's deterministic mode.
+
+    On a CPU, this mode has no other effect.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

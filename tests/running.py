@@ -2,7 +2,8 @@
 
 Under `-m gpu` it also prints the reason of each failure at once, because a run may be cut off before its end.
 
-This code is not in `conftest.py`, because it changes no outcome and must not change a digest of `unchanged.py`.
+This code is not in `conftest.py`, because `conftest.py` is part of the digests of `unchanged.py`. This code does not
+affect the outcome of a test, so that a change of it must not change a digest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BEFORE = pytest.StashKey[float]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Freeze the millions of imported objects, so that no garbage collection scans them, now or in a test."""
+    """Freeze the millions of objects that imports create, so that garbage collection never scans them."""
     gc.disable()
     try:
         return (yield)
@@ -32,7 +33,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as slow if they need not run again."""
+    """Mark the tests of an unchanged group as slow, so that `make test` skips them."""
     for item in items:
         marker = item.get_closest_marker("unchanged")
         if marker and is_unchanged(marker.args[0]):
@@ -49,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def core_s() -> float:
-    """Return the core seconds of this process, of its children that ended, and of the processes that it forked."""
+    """Return the core seconds of this process, of its children that have ended, and of its running forked processes."""
     usages = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     forking = sys.modules.get("tests.contract.processes")  # it loads torch
     process_s = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, usages))
@@ -58,7 +59,7 @@ def core_s() -> float:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Record the start; a test includes its fixtures."""
+    """Record the core seconds before the test, including its fixtures."""
     item.stash[BEFORE] = core_s()
 
 

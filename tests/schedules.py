@@ -1,7 +1,7 @@
-"""The schedules that a test tries.
+"""The schedules that tests run.
 
-Expensive grids try a share of them, in turn. `NEWER` schedules are built from parts of the others, so some grids try
-them only in slow tests.
+In an expensive grid, each cell runs a different share of them. `NEWER` schedules are built from parts of the other
+schedules, so some grids run them only in slow tests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
 
 
 def share_in_turn(number: int, parts: int) -> list[str]:
-    """Return one of `parts` shares of the schedules; cells with consecutive numbers cover all of them."""
+    """Return one of `parts` shares of the schedules. Any `parts` consecutive numbers cover all schedules."""
     return list(ROUTES)[number % parts :: parts]
 
 
 def schedule_params(quick: Sequence[str] = ("double_ring", "balanced"), **values: Any) -> list[Any]:
-    """Return a parameter per schedule, its name or its value in `values`; `NEWER` ones not in `quick` are slow."""
+    """Return a pytest parameter per schedule: its value in `values`, or its name.
+
+    `NEWER` schedules are marked slow unless they are in `quick`.
+    """
     slow = set(NEWER) - set(quick)
     return [
         pytest.param(values.get(name, name), marks=pytest.mark.slow if name in slow else (), id=name) for name in ROUTES

@@ -1,8 +1,8 @@
-"""Attention problems for tests, each with its reference from the plainest definition.
+"""Hypothesis strategies for attention problems, each with a reference that follows directly from the definition.
 
-A reference is an array (query heads, q tokens, k tokens) of how often each pair must be computed. What is sent and read
-follows from it by brute force. The only code under test that it uses is the positions that a rank owns, which
-`test_layout.py` compares with separate definitions.
+A reference is an array (query heads, q tokens, k tokens) of how often each pair must be computed. Tests derive from it
+by brute force what each rank sends and reads. The only code under test that the references use is that of the positions
+of a rank, which `test_layout.py` compares with separate definitions.
 """
 
 from __future__ import annotations
@@ -39,36 +39,39 @@ class Case(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the ring."""
+        """The number of ranks of the ring."""
         return self.problem.world_size
 
     def reads(self, owner: int, reader: int) -> Spots:
-        """Return what `reader` needs of the shard of `owner`."""
+        """Return the (head, row) pairs of the shard of `owner` that the queries of `reader` attend to."""
         problem = self.problem
         q, k = problem.q_layout.positions(reader), problem.kv_layout.positions(owner)
         needed = self.reference[:, q][:, :, k].any(1).reshape(problem.kv_heads, problem.group, len(k)).any(1)
         return frozenset((int(head), int(row)) for head, row in zip(*np.nonzero(needed), strict=True))
 
     def reads_beyond(self, owner: int, distance: int) -> Spots:
-        """Return what the readers at `distance` and farther along the ring need together."""
+        """Return the (head, row) pairs of `owner` that any reader at `distance` or farther along the ring reads."""
         readers = [(owner + d) % self.ranks for d in range(distance, self.ranks)]
         return frozenset[tuple[int, int]]().union(*(self.reads(owner, reader) for reader in readers))
 
 
 def spots(content: Content) -> Spots:
-    """Return the (head, row) pairs of a content."""
+    """Return the set of (head, row) pairs in the content of a buffer."""
     return frozenset((head, row) for head, row in wire_order(content))
 
 
 def wire_order(content: Content) -> list[tuple[int, int]]:
-    """Return the (head, row) pairs of a content in the order of the packed records: part after part, rows outermost."""
+    """Return the (head, row) pairs of a content in the order of the packed records: by part, row, then head."""
     return [
         (head, row) for part in content for run in part.rows for row in run.members() for head in part.heads.members()
     ]
 
 
 def pairs(bounds: Iterable[int], kv_bounds: Iterable[int], lo: int, hi: int) -> np.ndarray:
-    """Return booleans (q tokens, k tokens): same segment, and lo <= q - k <= hi counted from the segments' starts."""
+    """Return booleans (q tokens, k tokens): whether a pair is in one segment and its distance is in the band.
+
+    The band is lo <= q - k <= hi, with positions counted from the starts of the segments.
+    """
     (q_segment, q_place), (k_segment, k_place) = map(_places, (bounds, kv_bounds))
     distance = q_place[:, None] - k_place[None, :]
     return (q_segment[:, None] == k_segment[None, :]) & (distance >= lo) & (distance <= hi)
@@ -83,7 +86,7 @@ def _places(bounds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference_of(mask: Mask, q_heads: int) -> np.ndarray:
-    """Return how often each pair is allowed: (query heads, q tokens, k tokens)."""
+    """Return how often the branches of a mask allow each pair, (query heads, q tokens, k tokens)."""
     shape = q_heads, mask.branches[0].bounds[-1], mask.branches[0].kv_bounds[-1]
     counts = np.zeros(shape, np.int64)
     for branch in mask.branches:
@@ -95,7 +98,7 @@ def reference_of(mask: Mask, q_heads: int) -> np.ndarray:
 
 
 def _cut(bounds: Iterable[int], segment: int | None) -> list[int]:
-    """Return the borders of all segments."""
+    """Return the borders of the segments into which documents are cut; those of the documents if `segment` is None."""
     if segment is None:
         return list(bounds)
     spans = list(pairwise(bounds))
@@ -126,9 +129,9 @@ def windows(draw: st.DrawFn, causal: bool) -> tuple[int | None, int | None] | No
 
 @st.composite
 def mask_options(draw: st.DrawFn, documents: int = 1) -> dict[str, Any]:
-    """Draw options of `make_mask` for this many documents.
+    """Draw options of `make_mask` for this number of documents.
 
-    Most are plain bands, whose read sets are computed by a separate path.
+    Most are plain bands, because the code computes their read sets by a separate path.
     """
     causal = draw(st.booleans())
     window, count = draw(windows(causal)), st.integers(0, 12)
@@ -167,7 +170,7 @@ def plain_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def cross_cases(draw: st.DrawFn) -> Case:
-    """Draw K/V of another sequence, with a different length, layout and documents."""
+    """Draw calls of `Ring.attention` with K/V of another sequence, of a different length, layout and documents."""
     length, kv_length, ranks = draw(LENGTHS), draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
@@ -179,9 +182,9 @@ def cross_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def branched_cases(draw: st.DrawFn) -> Case:
-    """Draw branches with separate heads, segments, rates and bands.
+    """Draw cases of several branches, each with its own heads, segments, rate and band.
 
-    Pairs may count twice, and heads may see nothing.
+    A pair may count twice, and a head may attend to nothing.
     """
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     branches = []
@@ -205,14 +208,14 @@ def _case(draw: st.DrawFn, layout: Layout, kv_layout: Layout, mask: Mask) -> Cas
 
 
 def cases() -> st.SearchStrategy[Case]:
-    """Every kind of case."""
+    """Draw cases of every kind."""
     return st.one_of(plain_cases(), cross_cases(), branched_cases())
 
 
 def simple(
     name: str, length: int, ranks: int, documents: tuple[int, ...] | None = None, heads: int = 1, **options: object
 ) -> Case:
-    """Return a case from the name of a layout and the options of `make_mask`."""
+    """Return a case on one sequence. `name`: the layout. `options`: those of `make_mask`."""
     layout = make_layout(name, length, ranks, documents)
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
     return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), reference_of(mask, heads))
@@ -221,7 +224,7 @@ def simple(
 def cross(
     names: tuple[str, str], documents: tuple[int, ...], kv_documents: tuple[int, ...], ranks: int, **options: object
 ) -> Case:
-    """Return a case between two sequences, causal by default, with two query heads per K/V head."""
+    """Return a case whose K/V are from another sequence, causal by default, with two query heads per K/V head."""
     options = options or {"causal": True}
     mask = make_mask(documents[-1], kv_documents[-1], documents=documents, kv_documents=kv_documents, **options)  # type: ignore[arg-type]
     sides = zip(names, (documents, kv_documents), strict=True)
@@ -267,14 +270,17 @@ NOTABLE = (
 
 
 def covering(test: Callable[..., None]) -> Callable[..., None]:
-    """Pass a test its `case`: the notable ones, then random ones."""
+    """Decorate a test that takes a `case`: it runs with all `NOTABLE` cases, then with random cases."""
     for case in NOTABLE:
         test = example(case=case)(test)
     return given(case=cases())(test)
 
 
 def geometric(ranks: int = 8) -> Problem:
-    """Return the worked example of 2^20 tokens: w = 2048 * 2^i and r = 2^i for i = 0 .. 9, 12 bfloat16 heads of 64."""
+    """Return a large dilated problem: 2^20 tokens and 12 bfloat16 heads of head_dim 64.
+
+    Its branches are w = 2048 * 2^i and r = 2^i for i = 0 .. 9.
+    """
     tokens, powers = 1 << 20, [1 << i for i in range(10)]
     layout = make_layout("contiguous", tokens, ranks)
     pairs = Dilated(tuple(2048 * power for power in powers), tuple(powers))
@@ -290,7 +296,7 @@ bands = st.builds(Band, st.one_of(st.just(-UNBOUNDED), tight_or_open), st.one_of
 
 @st.composite
 def tiles(draw: st.DrawFn) -> Tile:
-    """Draw any tile of up to 20 queries and keys, for one to four heads."""
+    """Draw any tile of up to 20 queries and 20 keys, with one to four heads."""
     strips = []
     for _ in range(2):
         positions = draw(runs)
@@ -301,7 +307,7 @@ def tiles(draw: st.DrawFn) -> Tile:
 
 
 def row_pairs(tile: Tile) -> list[tuple[int, int]]:
-    """Return the (q row, k row) pairs of a tile."""
+    """Return the (q row, k row) pairs that the band of a tile allows."""
     q = list(zip(tile.q.positions.members(), tile.q.rows.members(), strict=True))
     k = list(zip(tile.k.positions.members(), tile.k.rows.members(), strict=True))
     return [(qr, kr) for qp, qr in q for kp, kr in k if tile.band.lo <= qp - kp <= tile.band.hi]

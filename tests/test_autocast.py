@@ -1,4 +1,4 @@
-"""Under torch.autocast engines compute in their own dtypes: a call returns the same bits with and without it."""
+"""Under torch.autocast, engines choose their own dtypes: a call returns the same bits with and without autocast."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_call_and_its_backward_pass(name: str, schedule: str, dtype: torch.dty
 
 
 def test_the_operator_casts_its_inputs_and_nothing_else() -> None:
-    """It casts as scaled_dot_product_attention does, and then computes as for bfloat16 inputs."""
+    """The operator casts as scaled_dot_product_attention does; then it returns the same bits as for bfloat16 inputs."""
     x = torch.randn(1, 26, 4, 8, generator=torch.Generator().manual_seed(1))
 
     def body(ring: Ring, enabled: bool) -> list[Tensor]:
@@ -76,7 +76,7 @@ def recording_engine(seen: dict[str, bool]) -> PlainEngine:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_layer_that_projects_while_its_keys_are_sent(ranks: int) -> None:
-    """Autocast applies to its products, but not to the attention between them."""
+    """Autocast applies to the projections of the layer, but not to the attention between them."""
 
     def body(ring: Ring) -> tuple[dict[str, bool], torch.dtype]:
         seen: dict[str, bool] = {}

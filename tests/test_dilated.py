@@ -1,4 +1,4 @@
-"""Dilated attention over rings equals torchscale's where both define it, and is refused where it has no meaning.
+"""Dilated attention over rings equals torchscale's if both define a result. Options without a meaning are refused.
 
 `tests/fuzz` compares each option, layout, engine and schedule with the dense reference.
 """
@@ -28,7 +28,7 @@ def random_inputs() -> list[Tensor]:
 
 
 def run_on_ring(ranks: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
-    """Return out, dq, dk, dv of whole sequences, and lse."""
+    """Run dilated attention on a ring. Return out, dq, dk, dv and lse of the whole sequence."""
 
     def body(ring: Ring) -> list[Tensor]:
         seq = ring.sequence(q.shape[1], layout="contiguous")
@@ -41,7 +41,7 @@ def run_on_ring(ranks: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **opt
 
 
 def test_an_lse_of_exactly_zero_counts() -> None:
-    """A single key with logit 0 is a key, although torchscale drops the branch: out is the key's value."""
+    """A row with a single key of logit 0 has lse 0 and returns the key's value; torchscale would drop its branch."""
     q, v = torch.zeros(1, 4, 1, 2, dtype=torch.float64), torch.arange(8.0, dtype=torch.float64).view(1, 4, 1, 2)
     branches = {"segment_lengths": [1], "dilation_rates": [1]}
     out, *_, lse = run_on_ring(2, q, q, v, q, **branches)
@@ -51,7 +51,7 @@ def test_an_lse_of_exactly_zero_counts() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", [name for name in CASES if "shift" not in name])
 def test_results_equal_torchscales(name: str, ranks: int) -> None:
-    """Compare with the results and gradients of its published algorithm, from golden vectors."""
+    """Results and gradients equal the golden vectors of torchscale's published algorithm."""
     case = CASES[name]
     golden = next(entry for entry in json.loads(GOLDENS.read_text(encoding="utf-8")) if entry["name"] == name)
     results = run_on_ring(

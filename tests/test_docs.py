@@ -1,4 +1,4 @@
-"""README and the pages of docs: their Python and commands run and are exact, and their links are valid."""
+"""README and the pages of docs: their code and commands run, the results are exact, and the links are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 
 
 def readme_scripts() -> tuple[str, str]:
-    """Return the README's two Python blocks: one for threads, one for torchrun. A third block would not be tested."""
+    """Return the README's two Python blocks, for threads and for torchrun. Fails if there is a third block."""
     threads, processes = re.findall(r"^```python.*?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     return threads, processes
 
@@ -153,7 +153,7 @@ def test_the_page_runs_alone(page: str, printed: str, capsys: pytest.CaptureFixt
 
 
 def test_the_page_for_users_of_other_packages() -> None:
-    """Its last example computes attention of the documents that it names, whole on every rank."""
+    """The last example of the page computes the exact attention of its documents, whole on every rank."""
     names = run_page("embedding-coming-from.md")
     q, k, v = (names[name].detach() for name in "qkv")
     expected, lse = dense_attention(q, k, v, causal=True, cu_seqlens=[0, 200, 601])

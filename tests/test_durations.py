@@ -1,4 +1,4 @@
-"""The budget of `make test`, and how the table is read from the reports of runs."""
+"""The budget of `make test`, and the table of durations that is computed from the reports of runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """End to end on threads against dense float64 attention: every mask, layout, schedule, world size, dtype and engine.
 
-`make test` covers every pair of them. `tests/fuzz` draws all other options, alone and together.
+`make test` covers every pair of these values. `tests/fuzz` draws all other options, alone and together.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ HALVES = 1.25
     thinned(((*cell, ranks) for cell in GRID for ranks in RANKS), quick=lambda cell: cell[2] != 8),
 )
 def test_float64(mask: str, layout: str, ranks: int) -> None:
-    """Each mask, layout and number of ranks runs with every schedule over the grid.
+    """Results are exact in float64. Over the grid, each mask, layout and number of ranks runs with every schedule.
 
-    The fuzzer draws all combinations.
+    A single cell runs a share of the schedules; the fuzzer draws all combinations.
     """
     number = list(MASKS).index(mask) + LAYOUTS.index(layout) + RANKS.index(ranks)
     trial = MASKS[mask]._replace(
@@ -85,7 +85,7 @@ def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
 def check_schedules(
     trial: Trial, layout: str, ranks: int, engine: str, dtype: torch.dtype, bound: float, schedules: Sequence[str]
 ) -> None:
-    """Check each schedule on one ring, one after another in the same memory."""
+    """Run all schedules on one ring, one after another in the same memory, and check the results of each."""
     with unset_is_nan():
         results = run_ranks(
             ranks, lambda ring: [on_rank(ring, trial, layout, schedule, dtype) for schedule in schedules],
@@ -141,7 +141,7 @@ def test_rows_without_a_key_are_exactly_zero(ranks: int, engine: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_undefined_gradient_of_a_blind_lse_is_ignored(ranks: int) -> None:
-    # The gradient of an lse of -inf is often inf or nan; a sink of -inf is no sink.
+    # The gradient of an lse of -inf is often inf or NaN. A sink of -inf has no effect: rows without keys keep this lse.
     trial = BLIND_ROWS._replace(sinks=True)
     trial_inputs = inputs(trial, torch.float64)
 
@@ -168,7 +168,7 @@ def test_an_undefined_gradient_of_a_blind_lse_is_ignored(ranks: int) -> None:
 
 def test_engines_get_rows_with_a_contiguous_last_dimension() -> None:
     class Strict(PlainEngine):
-        """Refuses inputs that the contract of engines excludes."""
+        """An engine that fails on inputs that the contract of engines excludes."""
 
         seen = 0
 
@@ -222,7 +222,7 @@ def test_a_narrow_wire_adds_only_its_rounding(layout: str, schedule: str) -> Non
     results = run(trial, ranks, layout, schedule, torch.float32, dkv_wire_dtype=torch.bfloat16)
     assert greatest_error({n: results[n] for n in ("out", "lse", "dq")}, expected) <= SINGLE
     for name in ("dk", "dv"):
-        # At most P-1 roundings of a partial sum, each half a unit in the last of 8 bits.
+        # On P ranks, a partial sum is rounded at most P - 1 times, each by up to half a unit in the last of 8 bits.
         assert 2**-12 < relative_error(results[name], expected[name]) <= (ranks - 1) * 2**-9
 
 

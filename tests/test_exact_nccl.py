@@ -1,6 +1,6 @@
-"""Exact attention over the real NCCL transport on simulated GPUs, forward and backward, in registered memory.
+"""Attention over the real NCCL transport on simulated GPUs is exact, forward and backward, in registered memory.
 
-With `lazy` the device moves bytes as late as possible, so a missing wait would read old bytes.
+With `lazy`, the simulated device moves bytes as late as possible, so that a missing wait would read old bytes.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ print(max(float((a - b).abs().max()) for a, b in zip(one, two)))
 
 
 def run_without_packages(code: str, *arguments: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a process without any of the packages."""
+    """Run `code` in a process that cannot import any package of the extras."""
     return subprocess.run(
         [sys.executable, "-c", ABSENT + code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
     )

@@ -1,6 +1,6 @@
 """In-place changes of results behave as for torch's fused scaled_dot_product_attention.
 
-That function saves its output for backward. Its caller may change the output if nothing is recorded; otherwise
+That function saves its output for backward. Its caller may change the output if autograd records nothing; otherwise
 autograd's version counter raises in backward.
 """
 
@@ -44,7 +44,7 @@ def sdpa(x: Tensor) -> Tensor:
 
 
 def outcome_of(call: Callable[[], Any]) -> str:
-    """Return whether a call works or raises because of the change."""
+    """Return "works", or "raises in backward" if autograd reports the change; otherwise the text of the error."""
     try:
         call()
     except RuntimeError as error:
@@ -77,7 +77,7 @@ def test_in_place_changes_behave_as_for_sdpa(call: str, change: str) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gathered_tensor_may_be_changed(change: str) -> None:
-    """Its backward does not need it."""
+    """A gathered tensor may be changed in place, because the backward of gather does not need it."""
     whole = X.clone().requires_grad_()
     (expected,) = torch.autograd.grad(CHANGES[change](whole * 1).sum(), whole)
 

@@ -71,7 +71,10 @@ def validate(seq: Sequence, attend: Attend) -> Tensor:
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "auto"), (2, "auto"), (2, "plain")])
 @pytest.mark.parametrize("attend", WAYS, ids=[attend.__name__ for attend in WAYS])
 def test_validation_leaves_no_trace_in_training(attend: Attend, ranks: int, engine: str) -> None:
-    """Validation runs first, with more memory than any step needed before, and with a plan that training uses later."""
+    """Validation does not change the gradients of training.
+
+    It runs first, needs more memory than the steps before it, and creates plans that training uses later.
+    """
     lengths = (10, 24, 24, 40)
 
     def trained(ring: Ring) -> list[Tensor]:
@@ -95,7 +98,7 @@ def test_validation_leaves_no_trace_in_training(attend: Attend, ranks: int, engi
 
 
 def test_ranks_in_different_modes_attend_together() -> None:
-    """Each rank may be in another mode, even if another rank's thread writes its memory."""
+    """Each rank may be in a different mode, even if another rank's thread writes into its memory."""
 
     def body(ring: Ring) -> list[Tensor]:
         seq = ring.sequence(24)
@@ -121,7 +124,7 @@ def test_tensors_of_inference_mode_attend_outside_of_it() -> None:
 
 
 def test_engines_prepare_outside_of_inference_mode() -> None:
-    """On a GPU they cache tables of rows in `prepare`."""
+    """`prepare` of an engine runs outside of inference mode, because engines on a GPU cache tables of rows in it."""
     modes = []
 
     class Noting(PlainEngine):

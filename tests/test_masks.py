@@ -1,4 +1,4 @@
-"""Masks as values: their checks, their texts, and how they reach a call."""
+"""The masks of `ringattn.masks`: their checks, their texts, and the ways to pass them to a call."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_compiled_code_uses_the_mask_of_another_step_without_recompiling() -> No
 
 
 def test_masks_are_constants_of_compiled_code() -> None:
-    """Passed from outside with varying numbers, and created inside."""
+    """Compiled code is exact with masks that it receives and with masks that it creates, with varying numbers."""
     x = torch.randn(1, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
     def body(ring: Ring) -> None:

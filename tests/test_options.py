@@ -1,4 +1,4 @@
-"""The options of attention: one declaration that imports without torch, checked when the value is made."""
+"""The options of attention: one class declares them, imports without torch, and checks the values at creation."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_worked_example_of_an_option_is_exact(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_else_lists_the_options_of_the_softmax() -> None:
-    """Outside of the declaration, engines, kernels and the reference compute an option, and adapters fill it in."""
+    """Only the declaration lists the options; engines and kernels compute them, and adapters and commands pass them."""
     computing = ("engine/", "adapters/", "kernels/", "launch/", "bench/")
     for name in ("softcap", "alibi_slopes"):
         files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if _names(path, name)]
@@ -162,7 +162,7 @@ def test_nothing_else_lists_the_options_of_the_softmax() -> None:
 
 
 def _names(path: Path, name: str) -> bool:
-    """Whether code of this file, not a docstring, may name the option."""
+    """Return whether the code of this file, without its docstrings, names the option."""
     return (
         re.search(rf"\b{name}\b", re.sub(r'""".*?"""', "", path.read_text(encoding="utf-8"), flags=re.DOTALL))
         is not None

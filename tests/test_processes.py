@@ -1,4 +1,4 @@
-"""Rings of processes: exact for 1, 2 and 4 of them, and they never hang when one fails.
+"""Rings of processes are exact for 1, 2 and 4 ranks, and do not hang if a process fails.
 
 `tests/transport/test_shm.py` runs every case over 2 and 3 processes, `tests/gpu/test_rehearsal.py` over gloo, and
 `tests/bench/test_faults.py` runs more faults.
@@ -41,19 +41,22 @@ def test_check_is_exact_on_four_processes() -> None:
 
 @pytest.mark.slow
 def test_check_is_exact_on_two_nodes(tmp_path: Path) -> None:
-    # Shared memory between the first two processes and gloo to the third, opened as users open a ring.
+    # The ring uses shared memory between the first two processes and gloo to the third. It is opened as users open it.
     every_schedule_is_exact(tmp_path, 3, "fp64", "shm", pairs=True, nodes=[0, 0, 1])
 
 
 class Exiting(PlainEngine):
-    """Ends its process in the middle of a pass: its keys have been sent, and those of other ranks have not arrived."""
+    """An engine that ends its process in the middle of a pass.
+
+    The keys of this rank have been sent by then; those of other ranks have not arrived.
+    """
 
     def attend(self, *arguments: Any) -> None:
         os._exit(0)
 
 
 def passes_until_lost(rank: int, world_size: int, port: int) -> tuple[int, str, float, str]:
-    """Return how many passes ended, and the kind, the seconds and the message of the first error."""
+    """Run passes until one fails. Return the number of complete passes, and the error's type, duration and message."""
     environment = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     os.environ.update({name: str(value) for name, value in environment.items()})
     with Ring(timeout_s=6.0) as ring:
@@ -74,7 +77,10 @@ def passes_until_lost(rank: int, world_size: int, port: int) -> tuple[int, str, 
 
 
 def test_a_rank_that_exits_is_named_by_the_others() -> None:
-    """Rank 2 needs what rank 1 would have sent; rank 0 does not, and may notice only in its next call."""
+    """Ranks 0 and 2 raise an error that names rank 1.
+
+    Rank 2 waits for data from rank 1. Rank 0 does not, and may notice only in its next call.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as in torchrun's agent
     with Processes(3) as started:
         answers = started.run(passes_until_lost, store.port, exits=1)

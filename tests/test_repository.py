@@ -1,6 +1,7 @@
 """The repository as a whole: import layers, names, sizes, and the contents of a wheel.
 
-Walks the source; imports the package only in subprocesses, so that one test's imports cannot hide another's.
+The tests read the source. They import the package only in subprocesses, so that the imports of one test cannot hide a
+missing import in another.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TORCH_FREE = {"errors", "core", "schedule", "planner"}
 
 
 def sources(folder: Path) -> Iterator[Path]:
-    """Every .py file below `folder`, through links, in a fixed order."""
+    """Yield every .py file below `folder`, following links, in a fixed order."""
     for path, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(f for f in folders if f != "__pycache__" and not f.startswith("."))
         yield from (Path(path, f) for f in sorted(files) if f.endswith(".py"))
@@ -42,11 +43,14 @@ def sources(folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def importable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package with its links as folders, which is how import-linter reads it, and the contracts."""
+    """Return a folder with a copy of the package, in which folders replace links, and with the contracts.
+
+    import-linter does not follow links.
+    """
     copy = tmp_path_factory.mktemp("layers")
     ignored = shutil.ignore_patterns("__pycache__", "results")
     shutil.copytree(PACKAGE, copy / "ringattn", ignore=ignored)
-    # An import from a folder that is no package would count as an import of `ringattn` itself.
+    # import-linter would count an import from a folder without __init__.py as an import of `ringattn` itself.
     for folder in LINKED:
         (copy / "ringattn" / folder / "__init__.py").touch()
     shutil.copy(ROOT / "pyproject.toml", copy)
@@ -54,7 +58,7 @@ def importable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lint_imports(folder: Path) -> tuple[int, str]:
-    """The exit code of import-linter and what it prints. Contracts are in pyproject.toml."""
+    """Run import-linter with the contracts in pyproject.toml. Return its exit code and output."""
     env = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -99,7 +103,7 @@ def test_import_contracts_find_a_planted_import(importable: Path, file: str, cod
 
 
 def module_names(folders: set[str] | None = None) -> list[str]:
-    """Dotted names of the package's modules, of the given folders or of all; without `__main__`."""
+    """Return the dotted names of the package's modules, without `__main__`. `folders`: None for all."""
     names = []
     for path in sources(PACKAGE):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -109,7 +113,7 @@ def module_names(folders: set[str] | None = None) -> list[str]:
 
 
 def hosts() -> set[str]:
-    """The packages that adapters import and that the package itself does not need."""
+    """Return the names of the packages that adapters import and that the package itself does not need."""
     names: set[str] = set()
     for path in sources(PACKAGE / "adapters"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -121,7 +125,7 @@ def hosts() -> set[str]:
 
 
 def python(code: str, *args: str, cwd: Path, path: Path | None = None) -> str:
-    """Standard output of `code` in a new interpreter, with `path` as its PYTHONPATH."""
+    """Run `code` in a new interpreter, with `path` as its PYTHONPATH. Return the standard output."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if path is not None:
         env["PYTHONPATH"] = str(path)
@@ -166,7 +170,7 @@ print(len(loaded), bare, [names for names in loaded.values() if len(names) > 1])
 
 @pytest.mark.slow
 def test_no_file_loads_under_two_names() -> None:
-    # From the root, where the bare names can be imported too.
+    # In the root, Python can also import modules without the prefix `ringattn`.
     printed = python(IMPORT_ALL + PRINT_TWICE, ",".join(GPU_PACKAGES | hosts()), *module_names(), cwd=ROOT)
     count, twice = printed.splitlines()[-1].split(" ", 1)
     assert twice == "[] []"
@@ -174,7 +178,7 @@ def test_no_file_loads_under_two_names() -> None:
 
 
 def test_lower_layers_import_without_torch(tmp_path: Path) -> None:
-    # A bare package object replaces ringattn/__init__.py, which is of layer 6.
+    # An empty module object replaces ringattn/__init__.py, which belongs to a higher layer.
     bare = "import types\nstub = types.ModuleType('ringattn')\nstub.__path__ = [sys.argv.pop(1)]\n"
     code = "BLOCKED = {'torch'}" + BLOCK + bare + "sys.modules['ringattn'] = stub\n" + IMPORT_ALL
     python(code, str(PACKAGE), "", *module_names(TORCH_FREE), cwd=tmp_path)
@@ -189,7 +193,7 @@ def test_import_needs_no_gpu_package(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a clone holds of the package, links as links."""
+    """Return a copy of the files in a clone from which the package is built, with its links."""
     copy = tmp_path_factory.mktemp("checkout")
     for folder in ("ringattn", *LINKED):
         shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -224,12 +228,13 @@ def test_kernels_leaves_its_name_to_others(tmp_path: Path) -> None:
     assert printed.strip() == str(other / "kernels" / "__init__.py")
 
 
-# --- what is shipped, how long, on which map -------------------------------------------------------------------------
+# --- contents of the wheel and of the root folder, words -------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path) -> None:
-    # By way of the sdist, in which the links become files. Planted files make this hold whatever the folders hold.
+    # The wheel is built from the sdist, in which files replace the links. Planted files show that new files and folders
+    # are included.
     tree = tmp_path / "tree"
     shutil.copytree(checkout, tree, symlinks=True)
     (tree / "kernels" / "planted.py").touch()
@@ -251,7 +256,7 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
     assert {"ringattn/kernels/planted.py", "ringattn/launch/conf/planted/deep.yaml"} <= held
     assert {name.split("/")[0] for name in held} == {"ringattn"}
     wheel_path = next(tmp_path.glob("*.whl"))
-    # Options are found inside an installed wheel, presets that are files and presets that are code.
+    # An installed wheel finds its options, and presets that are files and presets that are code.
     code = "from ringattn.launch.calls import load_run\nfrom ringattn.launch.measure.sweep import described\n"
     code += "print(load_run(['shape=llama8b', 'window=[5,0]']).heads, len(described(['preset=weak'])[1]))"
     (tmp_path / "site").mkdir()
@@ -261,7 +266,7 @@ def test_wheel_holds_the_package_and_nothing_else(checkout: Path, tmp_path: Path
 
 
 def test_the_root_holds_what_belongs_there() -> None:
-    """A test that writes into the folder it is started in would leave something here."""
+    """git tracks exactly these entries in the root. A test that writes into the current folder might add others."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -28,7 +28,7 @@ from tests.strategies import Case, simple
 
 
 def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
-    """Return the bytes that a rank sends in a forward pass, by brute force."""
+    """Compute the bytes that a rank sends in a forward pass, by brute force from the reference of `case`."""
     total = 0
     for owner in range(case.ranks):
         for distance in range(1, case.ranks):
@@ -98,7 +98,7 @@ def test_reset_and_memory() -> None:
         ring.reset_counters()
         assert set(ring.counters().values()) == {0}
         ring.attention(q, q, q, seq, causal=True).sum().backward()
-        # The same plans in the same memory.
+        # The second call uses the same plans in the same memory.
         assert ring.counters() == first and ring.memory_info() == memory | {"pool_reuses": memory["pool_reuses"] + 2}
         ring.attention(q, q, q, seq)
         assert ring.memory_info()["plans"] == 3
@@ -141,7 +141,7 @@ def test_explain_refuses_arguments_without_effect(arguments: dict[str, Any], mes
 
 
 def test_the_slowest_hop_has_the_rate_of_a_single_pair() -> None:
-    """Between two nodes a single pair of H100s reaches 18 of the NIC's 50 GB/s, as in the simulator."""
+    """Between two nodes, `explain` gives a single pair of H100s 18 of the NIC's 50 GB/s, as the simulator does."""
     machines = replace(CLUSTERS["h100"], ranks_per_node=1)
 
     def body(ring: Ring) -> tuple[Crossed, ...]:
@@ -165,7 +165,10 @@ def test_the_slowest_hop_has_the_rate_of_a_single_pair() -> None:
 def test_explain_counts_pairs_where_they_are_computed(
     schedule: str, heads: int, blocks: tuple[int, ...], better: str | None
 ) -> None:
-    """Causal, contiguous shards of 64 tokens. `blocks` counts the full blocks of each rank over all heads."""
+    """`explain` counts a pair on the rank that computes it.
+
+    The call is causal with contiguous shards of 64 tokens. `blocks`: the full blocks of each rank over all heads.
+    """
 
     def body(ring: Ring) -> tuple[tuple[int, ...], str | None]:
         seq = ring.sequence(256, layout="contiguous")
@@ -220,7 +223,7 @@ def test_explain_names_the_dtype_of_rounded_outputs(schedule: str) -> None:
 
 
 def test_plans_of_new_documents_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache keeps the plans used last. A backward pass whose plan was evicted plans again."""
+    """The cache keeps only the plans used most recently. A backward pass whose plan was evicted plans again."""
     monkeypatch.setattr("ringattn.core.bounded_cache.AT_LEAST", 3)
     monkeypatch.setattr("ringattn.core.bounded_cache.CACHE_BYTES", 1)
 
@@ -245,7 +248,10 @@ def test_plans_of_new_documents_do_not_accumulate(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_captured_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph stores the addresses of its plan's memory. The test only simulates the capture."""
+    """A plan captured by a CUDA graph stays in the cache, because the graph stores the addresses of its memory.
+
+    The test only simulates the capture.
+    """
     monkeypatch.setattr("ringattn.core.bounded_cache.AT_LEAST", 1)
     monkeypatch.setattr("ringattn.core.bounded_cache.CACHE_BYTES", 1)
     with Ring() as ring:

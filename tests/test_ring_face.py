@@ -1,4 +1,4 @@
-"""Bad input raises a named error on every rank, long before any deadline, and the ring stays usable.
+"""Wrong input raises an error that names it on every rank, long before any deadline, and the ring stays usable.
 
 Not covered: results (see test_exact.py), failures in a pass (see test_ring_fails.py).
 """
@@ -21,17 +21,17 @@ from tests.face import DEADLINE_S, RANKS, TOKENS, Change, X, attend, errors
 
 
 def setting(**values: Any) -> Change:
-    """A change that sets arguments."""
+    """Return a change that sets these arguments."""
     return lambda ring, arguments: arguments.update(values)
 
 
 def editing(name: str, edit: Callable[[Tensor], object]) -> Change:
-    """A change of one tensor."""
+    """Return a change that replaces the argument `name` by `edit` of it."""
     return lambda ring, arguments: arguments.update({name: edit(arguments[name])})
 
 
 def cross(kv_documents: list[int] | None = None, **options: Any) -> Change:
-    """A change to K and V of eight tokens."""
+    """Return a change that passes K and V of another sequence of eight tokens, and `options`."""
 
     def change(ring: Ring, arguments: dict[str, Any]) -> None:
         kv_seq = ring.sequence(8, cu_seqlens=kv_documents, layout="contiguous")
@@ -42,7 +42,7 @@ def cross(kv_documents: list[int] | None = None, **options: Any) -> Change:
 
 
 def of_another_ring(name: str) -> Change:
-    """A change to the sequence in the argument `name`."""
+    """Return a change that replaces the sequence in the argument `name` by a sequence of another ring."""
 
     def change(ring: Ring, arguments: dict[str, Any]) -> None:
         with Ring() as stranger:
@@ -87,7 +87,7 @@ BAD: dict[str, tuple[Change, str]] = {
 
 
 def refusal_on(rank: int, message: str) -> str:
-    """The pattern of a refusal in `BAD`, which names the rank whether its check knows it or not."""
+    """Return the pattern of the error for a message in `BAD`. The error names the rank even if the message does not."""
     return f"rank {rank}: {message.removeprefix('rank R: ')}"
 
 
@@ -100,7 +100,7 @@ def test_bad_on_one_rank_is_refused_by_all_and_the_ring_lives(bad: str) -> None:
         try:
             attend(ring, change if ring.rank == 1 else None)
         except InputError:
-            # It never came to a pass, and the next call is as good as the first.
+            # No pass has run, and the next call is exact.
             assert ring.counters()["passes"] == 0
             assert torch.equal(attend(ring), wanted[ring.rank])
             raise
@@ -229,7 +229,8 @@ def test_bad_sequences(options: dict[str, Any], message: str) -> None:
 
 
 def test_only_some_ranks_may_use_lse() -> None:
-    # Nothing on the wire depends on it. The reference: all use it, and it counts on rank 1 only.
+    # No message depends on whether a rank uses lse. In the expected call all ranks use lse, with weight 0 except on
+    # rank 1.
     def grad(ring: Ring, everywhere: bool) -> Tensor:
         seq = ring.sequence(TOKENS)
         x = seq.shard(X).double().requires_grad_()
@@ -263,7 +264,7 @@ def test_sinks_of_another_float_are_taken_and_their_gradient_is_theirs(dtype: to
 
 
 def test_engines_get_sinks_that_lie_side_by_side() -> None:
-    """A kernel reads the sink of head h at h, whatever view the caller gave."""
+    """Engines get contiguous sinks even if the caller passes a strided view, because kernels index them by head."""
     seen: list[Tensor] = []
 
     class Recording(PlainEngine):

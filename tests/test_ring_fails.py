@@ -27,7 +27,7 @@ from tests.face import DEADLINE_S, RANKS, TOKENS, X, attend, errors, good_call
 
 
 class Breaking(PlainEngine):
-    """Raises at the n-th call."""
+    """An engine that raises at the n-th call of `attend` or `attend_grad`."""
 
     def __init__(self, attend_calls: int = -1, grad_calls: int = -1) -> None:
         self.left = {"attend": attend_calls, "attend_grad": grad_calls}
@@ -208,7 +208,7 @@ def call_layer(module: torch.nn.Module, ring: Ring, odd: Any) -> object:
 @pytest.mark.parametrize("odd", [Odd(), SEVERAL], ids=["object", "tensor"])
 @pytest.mark.parametrize("call", ODD_CALLS)
 def test_an_odd_argument_on_one_rank_is_refused_by_all_at_once(call: str, odd: Any) -> None:
-    """Wherever the description of the call fails; the ring stays usable."""
+    """All ranks refuse the call at once, wherever its description fails on one rank, and the ring stays usable."""
 
     def body(ring: Ring) -> tuple[Exception | None, torch.Tensor]:
         raised = None
@@ -227,7 +227,7 @@ def test_an_odd_argument_on_one_rank_is_refused_by_all_at_once(call: str, odd: A
 
 
 def equal_calls(ring: Ring, kind: str) -> list[torch.Tensor]:
-    """Make two calls that differ only in the values of their tensors."""
+    """Make two calls that differ only in the values of their tensors, and return their outputs."""
     seq, outs = ring.sequence(TOKENS), []
     for factor in (1.0, 3.0):
         q = seq.shard(X * factor).requires_grad_()
@@ -244,7 +244,10 @@ def equal_calls(ring: Ring, kind: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["attention", "dilated", "operator", "gather"])
 def test_backwards_of_equal_calls_in_another_order_are_refused(kind: str) -> None:
-    """A ring that allowed it would give every rank gradients that mix the two calls."""
+    """Ranks that run the backward passes of equal calls in different orders are refused.
+
+    Otherwise every rank would get gradients that mix the two calls.
+    """
 
     def body(ring: Ring) -> None:
         outs = equal_calls(ring, kind)

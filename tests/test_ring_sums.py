@@ -39,7 +39,7 @@ def test_sums_skip_entries_that_are_none_on_all_ranks() -> None:
         with torch.no_grad():
             for layer in (model[0], model[2]):
                 layer.weight.grad.fill_(ring.rank + 1.0)
-        # A generator can be read only once.
+        # `all_reduce` accepts a generator, which can be read only once.
         ring.all_reduce(weight.grad for weight in model.parameters())
         return [weight.grad for weight in model.parameters()]
 

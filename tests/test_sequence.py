@@ -40,7 +40,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torc
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_labels_are_exact_for_tokens_of_every_integer_type(dtype: torch.dtype) -> None:
-    """`ignore_index` fits in no unsigned type: in uint8 it would be 156, which is an ordinary byte."""
+    """Labels are int64, because `ignore_index` fits in no unsigned type: in uint8, -100 would be the byte 156."""
     high = 1 if dtype == torch.bool else torch.iinfo(dtype).max
     wide = torch.tensor([0, high, 1, high, 0])
     tokens = wide.to(dtype)

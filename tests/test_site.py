@@ -1,4 +1,4 @@
-"""The documentation site: Sphinx builds it without a warning, and its links lead to pages, files and headings."""
+"""The documentation site: Sphinx builds it without a warning, and the target of every internal link exists."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """Yield the links inside the site that lead to no file, or to no anchor of their page."""
+    """Yield the links inside the site whose target file or anchor does not exist."""
     pages = {file: Page(file) for file in site.rglob("*.html")}
     for file, page in pages.items():
         for link in page.links:
@@ -111,7 +111,7 @@ def test_environment_variables_are_those_that_the_code_names() -> None:
 
 @pytest.fixture
 def reference() -> ModuleType:
-    """Import docs/site_reference.py, which is not part of a package."""
+    """Import docs/site_reference.py, which is not part of a package, and return the module."""
     spec = importlib.util.spec_from_file_location("site_reference", ROOT / "docs" / "site_reference.py")
     assert spec is not None
     assert spec.loader is not None

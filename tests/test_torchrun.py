@@ -1,4 +1,4 @@
-"""Processes started by the real torchrun: a restarted job opens cleanly, and nothing is left behind."""
+"""Processes started by the real torchrun: a restarted job opens its ring, and no files or processes remain."""
 
 from __future__ import annotations
 

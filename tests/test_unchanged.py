@@ -1,4 +1,4 @@
-"""What the digest of a group depends on, when it is recorded, and what `make test` then leaves out."""
+"""The digest of a group of tests: what it depends on, when it is recorded, and what `make test` then skips."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TREE = {
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small repository with one group, `product`."""
+    """Make `tests.unchanged` use a small repository with one group, `product`. Return its folder."""
     for name, text in TREE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -25,7 +25,10 @@ Results = dict[str, Tensor]
 
 
 class Trial(NamedTuple):
-    """A call on random inputs. `lse`: the loss also uses lse. `strided`: every tensor is a view into a larger one."""
+    """The settings of a call on random inputs.
+
+    `lse`: the loss also uses lse. `strided`: q, k and v are views into larger tensors.
+    """
 
     tokens: int = 37
     causal: bool = False
@@ -48,30 +51,30 @@ class Trial(NamedTuple):
 
     @property
     def cross(self) -> bool:
-        """Whether K and V are another sequence."""
+        """Whether K and V belong to another sequence than Q."""
         return self.kv_tokens is not None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `Ring.attention` besides tensors and sequences."""
+        """The keyword arguments of `Ring.attention` except tensors and sequences."""
         alibi = {"alibi_slopes": torch.tensor(self.slopes, dtype=torch.float64)} if self.alibi else {}
         dropout = {"dropout_p": self.dropout, "dropout_seed": SEED} if self.dropout else {}
         return {**self.pairs, "scale": self.scale, "softcap": self.softcap, **alibi, **dropout}
 
     @property
     def slopes(self) -> list[float]:
-        """Slopes of ALiBi: different for each head, and one that favours distant keys."""
+        """Slopes of ALiBi, different for each head. That of head 1 is negative and so favours distant keys."""
         return [0.3 / (1 + head) if head != 1 else -0.05 for head in range(self.heads[0])]
 
     @property
     def pairs(self) -> dict[str, Any]:
-        """The options that select the pairs; a mask only if there is one."""
+        """The options that select which queries attend to which keys. A mask is included only if there is one."""
         mask = {} if self.within is None else {"mask": self.within}
         return {"causal": self.causal, "window": self.window, **mask}
 
 
 class Inputs(NamedTuple):
-    """Unit normal tensors, rounded to some dtype."""
+    """Whole tensors of a trial: unit normal numbers, rounded to one dtype."""
 
     q: Tensor
     k: Tensor
@@ -83,7 +86,7 @@ class Inputs(NamedTuple):
 
 @lru_cache
 def inputs(trial: Trial, dtype: torch.dtype) -> Inputs:
-    """Return the same numbers at every call, up to rounding."""
+    """Return the inputs of a trial. They are the same at every call and, up to rounding, in every dtype."""
     generator = torch.Generator().manual_seed(7)
     q_tokens, k_tokens = trial.tokens, trial.tokens if trial.kv_tokens is None else trial.kv_tokens
     (q_heads, kv_heads), (d_k, d_v) = trial.heads, trial.dims
@@ -136,7 +139,7 @@ def _loss(trial: Trial, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) ->
 
 
 def on_rank(ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype: torch.dtype) -> Results:
-    """Return this rank's shards of the results, in the order of its rows."""
+    """Run the trial on this rank. Return its shards of the results, and the token order of the concatenated shards."""
     trial_inputs = inputs(trial, dtype)
     seq = ring.sequence(None if trial.documents else trial.tokens, cu_seqlens=trial.documents, layout=layout)
     kv_seq = None
@@ -174,7 +177,7 @@ def _leaf(x: Tensor, strided: bool) -> Tensor:
 
 
 def joined(parts: list[Results]) -> Results:
-    """Join the shards of all ranks to whole tensors, in order; sum the gradient of the sinks."""
+    """Join the shards of all ranks to whole tensors in token order; sum the gradient of the sinks."""
     results = {}
     for name, rows, dim in (("out", "q", 1), ("lse", "q", 2), ("dq", "q", 1), ("dk", "k", 1), ("dv", "v", 1)):
         shards = torch.cat([part[name] for part in parts], dim)
@@ -187,14 +190,17 @@ def joined(parts: list[Results]) -> Results:
 def run(
     trial: Trial, ranks: int, layout: str, schedule: str, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Results:
-    """Return the results of a ring of threads, with poisoned memory."""
+    """Run the trial on a ring of threads, with poisoned memory. Return the whole results."""
     options = {"engine": "plain", "timeout_s": 30.0, "poison": True, **options}
     with unset_is_nan():
         return joined(run_ranks(ranks, lambda ring: on_rank(ring, trial, layout, schedule, dtype), **options))
 
 
 def greatest_error(results: Results, expected: Results) -> float:
-    """Return the largest absolute error of all results; infinite if only one of two values is finite."""
+    """Return the largest absolute error of all results.
+
+    It is infinite if shapes differ, if a result is NaN, or if only one of two values is infinite.
+    """
     worst = 0.0
     for name, x in results.items():
         blind = expected[name].isinf()

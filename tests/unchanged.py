@@ -1,10 +1,10 @@
-"""Tests that need not run again while nothing they read has changed: identical code is identical proof.
+"""Groups of tests that need not run again as long as nothing that they depend on has changed.
 
-They compile or interpret the GPU kernels, take minutes, and depend on few files. A group's digest is of its test files,
-of every module that these import, directly or not, of the data beside them, and of the versions that compile and
-interpret; comments and docstrings do not count. Where it is the recorded one, the group counts as slow: `make test`
-leaves it out and says so.
-`python -m tests.unchanged` (`make prove`) runs the groups whose digest is another one, and records those that pass.
+These tests compile or interpret the GPU kernels, take minutes, and depend on few files. The digest of a group covers
+its test files, every module that these import, directly or not, the data files next to them, and the versions of the
+packages that compile and interpret. Comments and docstrings do not count. If the digest equals the recorded one, the
+tests of the group are marked slow: `make test` skips them and says so.
+`python -m tests.unchanged` (`make prove`) runs the groups whose digest has changed, and records those that pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DATA = ("*.json", "conftest.py", "golden*/*.json")
 
 
 class Read(NamedTuple):
-    """What a file says to Python, without comments, docstrings and line breaks, and the names that it imports."""
+    """The syntax tree of a module as text, without comments and docstrings, and the names that the module imports."""
 
     meaning: str
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 @cache  # groups share most of their files
 def read(text: str) -> Read:
-    """Of the text of a module."""
+    """Parse the text of a module."""
     tree = ast.parse(text)
     names = list[str]()
     for node in ast.walk(tree):
@@ -65,9 +65,9 @@ def read(text: str) -> Read:
 
 
 def imported(file: Path) -> Iterator[Path]:
-    """The files of this repository that a module imports, at its top or in its functions.
+    """Yield the files of this repository that a module imports, at its top or in its functions.
 
-    Without `ringattn/__init__.py`, which only hands on names.
+    `ringattn/__init__.py` is left out, because it only re-exports names.
     """
     for name in read(file.read_text(encoding="utf-8")).names:
         top, *inner = name.split(".")
@@ -77,7 +77,7 @@ def imported(file: Path) -> Iterator[Path]:
 
 
 def sources(starts: Iterable[str]) -> list[Path]:
-    """Every file of this repository that the tests in `starts`, files or folders, depend on."""
+    """Return every file of this repository on which the tests in `starts` (files or folders) depend."""
     waiting = [ROOT / start for start in starts]
     found = set[Path]()
     while waiting:
@@ -92,14 +92,14 @@ def sources(starts: Iterable[str]) -> list[Path]:
 
 
 def meaning(file: Path) -> str:
-    """What a module says to Python, see `Read`; of another file, all of it."""
+    """Return the syntax tree of a module as text, see `Read`, or the whole text of any other file."""
     text = file.read_text(encoding="utf-8")
     return read(text).meaning if file.suffix == ".py" else text
 
 
 @cache
 def digest(group: str) -> str:
-    """Of everything that the outcome of a group's tests depends on."""
+    """Return the digest of everything on which the outcome of a group's tests depends."""
     whole = hashlib.sha256()
     for file in sources(GROUPS[group]):
         if file.name in WRITTEN_BY_RUNS:
@@ -114,29 +114,29 @@ def digest(group: str) -> str:
 
 
 def recorded() -> dict[str, str]:
-    """The digest with which each group last passed."""
+    """Return for each group the digest with which it last passed."""
     return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
 def is_unchanged(group: str) -> bool:
-    """Whether a group passed with what there is now."""
+    """Return whether a group has passed with the current files and packages."""
     return recorded().get(group) == digest(group)
 
 
 class Tally:
-    """Counts the tests of a run that passed, and the others; a plugin of pytest."""
+    """A pytest plugin that counts the passed tests of a run, and all failures and skips."""
 
     def __init__(self) -> None:
         self.passed, self.others = 0, 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test counts by its call; one that is skipped, or fails beside its call, proves nothing."""
+        """Count a test as passed by its call. A skip, or a failure in setup or teardown, counts among the others."""
         self.passed += report.when == "call" and report.passed
         self.others += not report.passed
 
 
 def prove(group: str) -> bool:
-    """Run a group; record its digest if all of it passed."""
+    """Run a group. Record its digest, and return True, if all of its tests passed."""
     before, tally = digest(group), Tally()
     file = next(start for start in GROUPS[group] if Path(start).name.startswith("test_"))
     pytest.main(["-q", "-m", "unchanged", str(ROOT / file)], plugins=[tally])
@@ -148,7 +148,7 @@ def prove(group: str) -> bool:
 
 
 def main() -> int:
-    """Prove what has changed; 1 where some of it does not pass."""
+    """Run the groups that have changed, and print the state of all. Return 1 if a group does not pass."""
     changed = [group for group in GROUPS if not is_unchanged(group)]
     outcomes = {group: prove(group) for group in changed}
     for group in GROUPS:
