@@ -42,7 +42,7 @@ def of_report(report: Path) -> dict[str, float]:
 
 
 def read() -> Durations:
-    """Read the table."""
+    """Read the table from its file."""
     table: Durations = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
 

@@ -252,7 +252,7 @@ def test_the_commands_of_one_process_run(
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text("a word and another<|endoftext|>" * 9)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # otherwise a document is a single token
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # without it, a document would be a single token
     tokenizer.save("tokenizer.json")
     smaller = {"segment_lengths=[64,512]": "segment_lengths=[16,64]", "curriculum_start_tokens=256":
                "curriculum_start_tokens=16"}  # fmt: skip

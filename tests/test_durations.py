@@ -15,7 +15,7 @@ REPORT = f"<testsuites><testsuite>{''.join(CASE.format(*case) for case in CASES)
 
 def test_make_test_stays_within_its_budget() -> None:
     all_files = {str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py")}
-    files = {file for file in all_files if "interpreter" not in file}  # other tests run those
+    files = {file for file in all_files if "interpreter" not in file}  # other tests run the interpreter's files
     table = read()
     new = files - {file for run in table.values() for file in run}
     longest = sorted(table["quick"].items(), key=lambda entry: -entry[1])[:8]

@@ -129,7 +129,7 @@ BLIND_ROWS_WITH_SINKS = Trial(documents=(0, 7, 37), kv_tokens=15, kv_documents=(
 def test_rows_without_a_key_are_exactly_zero(ranks: int, engine: str) -> None:
     trial = BLIND_ROWS
     results = run(trial, ranks, "zigzag", "ring", torch.float32, engine=engine)
-    blind = slice(7, 20)  # the second document of the queries belongs to an empty document of keys
+    blind = slice(7, 20)  # the second document of the queries has no keys
     assert (results["out"][:, blind] == 0).all() and (results["dq"][:, blind] == 0).all()
     assert (results["lse"][:, :, blind] == float("-inf")).all()
     assert results["lse"].isinf().sum() == trial.heads[0] * 13

@@ -81,7 +81,7 @@ def test_a_rank_that_exits_is_named_by_the_others() -> None:
 
     Rank 2 waits for data from rank 1. Rank 0 does not, and may notice only in its next call.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # in this process, as in torchrun's agent
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the store is in this process
     with Processes(3) as started:
         answers = started.run(passes_until_lost, store.port, exits=1)
     for _, kind, seconds, message in (answers[0], answers[2]):

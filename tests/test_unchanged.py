@@ -53,7 +53,7 @@ def test_comments_docstrings_and_other_files_do_not(tree: Path) -> None:
     tiles.write_text(
         '"""All tiles."""\nSIZE = 3  # so\n"""Rows."""\n\n\ndef f(x):\n    """1."""\n    return (x + SIZE)\n'
     )
-    (tree / "ringattn/other.py").write_text("1")  # which the group does not read
+    (tree / "ringattn/other.py").write_text("1")  # the group does not read this file
     for name in ("unchanged.json", "durations.json"):
         (tree / "tests" / name).write_text("{}")
     assert digest() == before

@@ -72,7 +72,7 @@ class KnownDropout:
 
 
 def reference_values(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
-    """Return the logits, the loss and the gradients of one process."""
+    """Return the logits, the loss and the gradients of one process that attends by `KnownDropout`."""
     AttentionInterface.register(NAME, KnownDropout(batch, step))
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["eager"])
     with InDouble():
@@ -81,13 +81,13 @@ def reference_values(name: str, batch: Batch, step: int) -> dict[str, Tensor]:
 
 def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
     """Return the largest error on one rank, by case."""
-    torch.manual_seed(number)  # ranks' generators are their own
+    torch.manual_seed(number)  # each rank's generator has a different state
     errors = []
-    with Ring(timeout_s=60.0) as ring, in_double():  # no mode reaches what is computed again
+    with Ring(timeout_s=60.0) as ring, in_double():  # `InDouble` is not active in recomputation
         for step, (name, kind) in enumerate(CASES):
             model = prepare(build(name, "eager"))
             model.gradient_checkpointing_enable(HOW[(step + ring.world_size // 2) % 2])
-            model.enable_input_require_grads()  # a reentrant checkpoint has no gradients without
+            model.enable_input_require_grads()  # a reentrant checkpoint needs an input that requires gradients
             errors.append(over_ranks(ring, model, batches()[kind], expected[step], dropout_seed=step))
     return errors
 
@@ -95,7 +95,7 @@ def rank(expected: list[dict[str, Tensor]], number: int) -> list[float]:
 def compute_errors() -> list[list[float]]:
     """Return the errors on rank 0, by number of ranks (2 and 4) and case."""
     for name in ("gpt2", "llama"):
-        build(name, "eager")  # imported here, so that no process that is forked has to
+        build(name, "eager")  # imported here, so that no forked process has to
     (expected,) = forked(
         lambda: [reference_values(name, batches()[kind], step) for step, (name, kind) in enumerate(CASES)]
     )

@@ -48,7 +48,7 @@ class Table:
     passed: dict[str, int]
 
     def write(self) -> None:
-        """Write the data and the page."""
+        """Write the data file and the page of the documentation."""
         self.transformers = {name: self.transformers[name] for name in VERSIONS if name in self.transformers}
         self.passed = dict(sorted(self.passed.items()))
         DATA.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -82,7 +82,7 @@ class Table:
 
 
 def outcome(verdict: Verdict) -> str:
-    """Return the symbol of a verdict."""
+    """Return the symbol that the page shows for a verdict."""
     if isinstance(verdict, str):
         return REFUSED
     return EXACT if verdict <= TOLERANCE else WRONG

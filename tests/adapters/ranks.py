@@ -150,7 +150,7 @@ def step(
 
 
 def one_process(model: Any, whole: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the result of `step` in one process."""
+    """Return the result of `step` in one process, which gets the whole batch."""
     inputs = {name: x for name, x in whole.items() if name not in WHOLE}  # eager attention does not use lengths
     # In one process, GPT-OSS makes its masks without positions.
     if "position_ids" in whole and model.config.model_type == "gpt_oss":

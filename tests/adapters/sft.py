@@ -243,7 +243,7 @@ def refused(batch: dict[str, Tensor]) -> dict[str, str]:
             prepare(get_peft_model(tiny_model("llama", "eager"), config))
         except UnsupportedError as error:
             messages[kind] = str(error)
-        model = get_peft_model(prepare(tiny_model("llama", "eager")), config)  # nothing has seen the adapter yet
+        model = get_peft_model(prepare(tiny_model("llama", "eager")), config)  # the adapter is added after `prepare`
 
         def body(ring: Ring, model: Any = model) -> str:
             seq, shards = shard_batch(ring, batch)

@@ -74,7 +74,7 @@ def inputs(batch: int = 1, seed: int = 0) -> Tensor:
 def step(ring: Ring, seq: Sequence, model: nn.Module, run: Callable[..., Tensor], x: Tensor, *how: Any) -> list[Tensor]:
     """Run one forward and backward pass over the ring. Return the whole output, then the summed gradients."""
     model.zero_grad()
-    with ring.activate(None if seq in how else seq):  # what is given counts
+    with ring.activate(None if seq in how else seq):  # a sequence in `how` takes precedence
         out = run(seq.shard(x), *how)
     out.sin().sum().backward()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -202,7 +202,7 @@ def test_wrong_options_are_those_of_the_ring() -> None:
         for wrong, message in WRONG:
             with pytest.raises(InputError, match=message):
                 ring_attention(q, k, k, seq, causal=True, **wrong)
-        with pytest.raises(InputError, match="needs a window"):  # by the operator itself, as compiled code calls it
+        with pytest.raises(InputError, match="needs a window"):  # raised by the operator itself
             attention(q, k, k, None, seq.handle, "", True, None, None, "global_tokens:1", None, None, None, 0.0, None,
                       None, "auto")  # fmt: skip
 
@@ -238,7 +238,7 @@ def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again(
         for more in several:
             seeds = (3, 8, 2**40, 2**62) if more is several[0] else (2**64 - 1,)
             same(partial(ring_attention, **options, **more), seeds, min(len(seeds), 2), **more)
-        assert len(torch_ops._kept_of[ring]) == len(several)  # whatever the seed
+        assert len(torch_ops._kept_of[ring]) == len(several)  # the seed is not part of the key
 
     run_ranks(1, body)
 
@@ -299,7 +299,7 @@ def test_what_cannot_be_known_is_refused() -> None:
     run_ranks(2, body)
     ring = Ring()
     x = torch.zeros(1, 8, 1, 4, requires_grad=True)
-    out = ring_attention(x, x, x, ring.sequence(8))  # whose sequence is gone by now
+    out = ring_attention(x, x, x, ring.sequence(8))  # the sequence no longer exists
     torch.autograd.grad(out.sum(), x, retain_graph=True)
     del ring
     gc.collect()

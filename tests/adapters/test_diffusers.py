@@ -126,7 +126,7 @@ def test_a_flux_transformer_equals_one_process(ranks: int, mode: str) -> None:
             check(ring, model, out, expected)
         return ring.counters()["passes"]
 
-    assert set(run_ranks(ranks, body)) == {2 * (6 if mode == "checkpointing" else 4)}  # of two blocks
+    assert set(run_ranks(ranks, body)) == {2 * (6 if mode == "checkpointing" else 4)}  # for two blocks
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, float]:
@@ -168,7 +168,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_sharded_weights_and_adapters_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(packages("5.23.0")))  # for PEFT, which diffusers looks for as it is imported
+    monkeypatch.syspath_prepend(str(packages("5.23.0")))  # for PEFT: diffusers checks at import whether it is installed
     answers = run_ranks_in_processes("tests.adapters.test_diffusers:of_processes", {}, 2, 200, 1)
     assert all(set(errors) == {"FSDP2", "PEFT"} and max(errors.values()) < 1e-10 for errors in answers), answers
 
@@ -271,7 +271,7 @@ def test_an_ip_adapter_is_refused(name: str) -> None:
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, none waits for the deadline."""
+    """If one rank passes wrong arguments, all ranks raise, and none waits for the deadline."""
     x, mask = randn(1, 4, DIM), torch.zeros(1, 1, 4)
 
     def body(ring: Ring) -> None:

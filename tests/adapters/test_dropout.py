@@ -243,7 +243,7 @@ def test_no_seed_and_seeds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_rank_with_another_seed_or_none() -> None:
-    """All ranks raise, none waits for the deadline."""
+    """If one rank has another dropout seed or none, all ranks raise, and none waits for the deadline."""
 
     def body(ring: Ring) -> None:
         seq = ring.sequence(TOKENS)

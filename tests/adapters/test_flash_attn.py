@@ -164,7 +164,7 @@ def test_other_dimensions_are_refused_by_name() -> None:
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, none waits for the deadline."""
+    """If one rank passes wrong arguments, all ranks raise, and none waits for the deadline."""
 
     def body(ring: Ring) -> None:
         cuts = torch.tensor([0, 2, 6 if ring.rank else 5])
@@ -201,7 +201,7 @@ def test_no_group_inside_of_a_ring_of_threads() -> None:
     def body(ring: Ring) -> None:
         with pytest.raises(InputError, match=r"group=None is a ring of this process only.*pass that ring as group"):
             function_named("ring_flash_attn")(q, q, q)
-        ring.barrier()  # open until all have asked
+        ring.barrier()  # keep both rings open until all ranks have raised
 
     run_ranks(2, body, timeout_s=10.0)
     function_named("ring_flash_attn")(q, q, q)

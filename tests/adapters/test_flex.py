@@ -234,7 +234,7 @@ def test_other_masks_are_refused(mod: Mod, message: str) -> None:
 
 @pytest.mark.parametrize("tile", [3, 5])
 def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
-    """Whatever the sizes of tiles and pieces."""
+    """Masks are recognised, and a hole is found, with small tiles and few pairs per evaluation."""
     monkeypatch.setattr(flex, "ALL_BLOCKS_TOKENS", 0)
     monkeypatch.setattr(pair_functions, "TILE_TOKENS", tile)
     monkeypatch.setattr(pair_functions, "PIECE_PAIRS", 300)
@@ -461,7 +461,7 @@ def test_alibi_by_the_formula_of_the_paper_and_without_neighbors() -> None:
 
 @pytest.mark.parametrize("exception", ["distance", "end", "pair", "head"])
 def test_all_pairs_are_compared(monkeypatch: pytest.MonkeyPatch, exception: str) -> None:
-    """Whatever the sizes of tiles and pieces."""
+    """A deviation from ALiBi at any pair is found, with small tiles and few pairs per evaluation."""
     monkeypatch.setattr(pair_functions, "TILE_TOKENS", 11)
     monkeypatch.setattr(pair_functions, "PIECE_PAIRS", 300)
 
@@ -597,7 +597,7 @@ def test_a_changed_value_is_read(variable: Callable[[], Variable], monkeypatch: 
     def capped(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.tanh(s / cap()) * cap() - slope() * (q - k).abs()
 
-    mask = block_mask(window, BLOCK_SIZE=64)  # its table of one block stays right
+    mask = block_mask(window, BLOCK_SIZE=64)  # its only block stays partial, so its table stays right
     for write, value in [(set_left, 3.0), *changes]:
         write(value)
         check_local(window, capped, mask)
@@ -809,7 +809,7 @@ def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -
 
     mask = block_mask(of_all_heads, BLOCK_SIZE=64)
     expected = dense(q, k, v, causal)[0]
-    for trust in (False, True, False):  # what is taken on trust is not kept for calls without
+    for trust in (False, True, False):  # a result of trust=True is not reused without it
         if trust:
             out = flex_attention(q, k, v, block_mask=mask, trust=True)
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -818,7 +818,7 @@ def test_more_pairs_than_the_limit_need_trust(monkeypatch: pytest.MonkeyPatch) -
             UnsupportedError, match=r"at 6,400 pairs of query and key, the limit is 4,107: .*trust=True"
         ):
             flex_attention(q, k, v, block_mask=mask)
-    check_local(causal, None, block_mask(causal, BLOCK_SIZE=64))  # reads no head
+    check_local(causal, None, block_mask(causal, BLOCK_SIZE=64))  # this mask_mod does not depend on the head
 
     with pytest.raises(UnsupportedError, match=r"score_mod 'by_table' would have to be evaluated at .*trust=True"):
         flex_attention(q, k, v, by_table)

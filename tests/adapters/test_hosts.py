@@ -105,7 +105,7 @@ def test_two_processes_print_what_one_does(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip(package)
-    if package == "megatron.core":  # which asks for torchrun's environment, alone too
+    if package == "megatron.core":  # Megatron needs torchrun's variables, even in a single process
         alone_in = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for name, value in alone_in.items():
             monkeypatch.setenv(name, value)
@@ -116,4 +116,4 @@ def test_two_processes_print_what_one_does(
     assert len(alone) == lines and len(both) == 2 * lines, (alone, both)
     expected = dict(alone)
     for texts, numbers in both:
-        assert numbers == pytest.approx(expected[texts], rel=1e-5, abs=1e-5)  # float32, five digits printed
+        assert numbers == pytest.approx(expected[texts], rel=1e-5, abs=1e-5)  # printed with five digits of float32

@@ -112,7 +112,7 @@ def trainer(**options: Any) -> Trainer:
 
 
 def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the refusals, and the weights after an epoch and last logged loss of each case, on one of two ranks."""
+    """Return the weights and last logged loss of each case after an epoch, and the refusals, on one of two ranks."""
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -143,12 +143,12 @@ def of_processes(spec: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError("planted")
 
     answers["after a fault"] = []
-    for bad in (Bad(), Bad()):  # and after a second one, with nothing of the first in its way
+    for bad in (Bad(), Bad()):  # the second fault occurs as the first did
         with suppress(RuntimeError):
             trainer(devices=2, strategy=DDPStrategy(process_group_backend="gloo")).fit(bad)
         answers["after a fault"].append(bad.ring.is_open)
     answers["again"] = fit(Model())
-    Net()(torch.zeros(1, 4, dtype=torch.long), torch.arange(4))  # alone: no ring is open that would forbid it
+    Net()(torch.zeros(1, 4, dtype=torch.long), torch.arange(4))  # attends locally, because no ring is open
     answers["refusals"] = []
     cases = (Model(sampler="other"), None), (Model(documents=OTHERS), None), (Sharded(), sharded(1))
     for model, strategy in cases:
@@ -191,7 +191,7 @@ def test_training_goes_the_way_of_one_process_or_is_refused() -> None:
             for actual, reference in zip(answer["weights"], weights, strict=True):
                 weight = torch.tensor(actual, dtype=torch.float64)
                 torch.testing.assert_close(weight, reference, rtol=1e-10, atol=1e-10)
-            assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # which Lightning logs in float32
+            assert answer["loss"] == pytest.approx(loss, rel=1e-6)  # Lightning logs the loss in float32
             assert not answer["open"]
         assert answers["after a fault"] == [False, False]
         for pattern, refusal in zip(REFUSALS, answers["refusals"], strict=True):

@@ -20,7 +20,7 @@ from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import dense_attention, run_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
-pytestmark = pytest.mark.filterwarnings("ignore")  # about packages that are not installed
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about packages that are not installed
 
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -93,9 +93,9 @@ def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
     """Return a GPT model whose weights are equal on every rank and in both models."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = core
-    positions = "learned_absolute"  # Megatron's rotary ones over a context parallel group need a GPU
+    positions = "learned_absolute"  # Megatron's rotary embeddings over a context parallel group need a GPU
     model = GPTModel(config(**options), spec, VOCABULARY, 64, position_embedding_type=positions, pg_collection=groups)
-    model.double()  # norms are made in float32 whatever the config says
+    model.double()  # Megatron creates norms in float32, whatever the config says
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():
@@ -104,7 +104,7 @@ def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
 
 
 def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
-    """Return every whole gradient, and the loss."""
+    """Run backward. Return every whole gradient, and the loss."""
     model.zero_grad()
     loss.backward()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -124,7 +124,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     lone = ProcessGroupCollection.use_mpu_process_groups()
-    lone.cp = groups.tp  # a group of this rank alone
+    lone.cp = groups.tp  # a group of this rank only
     alone = gpt(DenseCore, lone)
     tokens = torch.randint(VOCABULARY, (2, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     places = torch.arange(TOKENS).repeat(2, 1)
@@ -145,7 +145,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     for name, options in OF_MODES.items():
         model = gpt(RingCoreAttention, groups, context_parallel_size=2, **options)
         with on_a_cpu():
-            if name == "FSDP2":  # the mean over two ranks, of which each has the whole
+            if name == "FSDP2":  # FSDP2 returns the mean over two ranks, and each rank gets the whole gradient
                 sharded = TorchFullyShardedDataParallel(model.config, DistributedDataParallelConfig(), model)
                 errors[name] = error(step(sharded, model), reference)
             elif name == "compile":
@@ -272,7 +272,7 @@ def test_a_batch_may_bring_its_own_group(kind: str, size: int | None, brings: bo
     cuts = torch.tensor([0, 15])
 
     def body(ring: Ring) -> None:
-        tensors = [x + ring.rank for x in qkv(1, 15)]  # not two equal chunks, which one rank does not need
+        tensors = [x + ring.rank for x in qkv(1, 15)]  # one rank does not need two equal chunks
         reference = dense_attention(*tensors, causal=True)[0][0].flatten(1)
         with Ring(transport="local") as group:
             shards = [x[0] if kind == "thd" else x.transpose(0, 1) for x in tensors]
@@ -311,7 +311,7 @@ def test_arguments_are_those_of_megatron() -> None:
 def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent attention is exact: queries and keys have 12 elements per head, values 8."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # Megatron takes its own stand-ins for the real one
+    monkeypatch.setattr(multi_latent_attention, "HAVE_TE", False)  # without TransformerEngine's modules
     latent = MLATransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, attention_dropout=0.0,
         hidden_dropout=0.0, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8,
@@ -358,7 +358,7 @@ def test_what_is_refused() -> None:
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, none waits for the deadline."""
+    """If one rank passes wrong arguments, all ranks raise, and none waits for the deadline."""
 
     def body(ring: Ring) -> None:
         x, mask = torch.zeros(4 - ring.rank, 1, 4, 8, dtype=torch.float64), torch.ones(4, 4, dtype=torch.bool)

@@ -376,7 +376,7 @@ def test_an_activation_that_only_the_forward_run_enters_is_refused_in_recomputat
         module, seq = Attending(), ring.sequence(16, layout="zigzag")
 
         def forward_only(x: Tensor) -> Tensor:
-            assert active_sequence() is None  # stored on the region
+            assert active_sequence() is None  # this call records on the region that no sequence is active
             with ring.activate(seq) if torch._C._current_graph_task_id() == -1 else nullcontext():
                 return module(x)  # type: ignore[no-any-return]
 
@@ -427,7 +427,7 @@ def test_autocast_casts_local_and_ring_attention(dtype: torch.dtype) -> None:
         v = q.to(torch.bfloat16 if dtype == torch.float32 else dtype)
         with torch.autocast("cpu", torch.bfloat16):
             for where in (seq, None):
-                for options in ({}, {"softcap": 2.0}):  # local: torch's function, and a ring of one rank
+                for options in ({}, {"softcap": 2.0}):  # None: local, by torch or over one rank
                     assert attend(where, q, q, v, **options).dtype == v.dtype
             like = q.to("meta")
             assert attend(None, like, like, like).dtype == dtype  # autocast has no meta device

@@ -91,7 +91,7 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
             cu_seqlens=DOCUMENTS,
         ) as seq:
             assert x.shape[2] == seq.counts[ring.rank] < TOKENS
-            assert memory() is None  # of a buffer that is not restored
+            assert memory() is None  # the memory of a buffer that is not restored is freed
             assert torch.equal(positions, seq.positions()) and torch.equal(left[:, 0], 2 * positions)
             q = x.clone().requires_grad_()
             out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
@@ -101,7 +101,7 @@ def test_context_parallel_shards_redirects_and_restores() -> None:
         assert torch.equal(x, whole(0)) and x.data_ptr() == place and torch.equal(view, x[0])
         assert torch.equal(positions, torch.arange(TOKENS)) and len(left) == seq.counts[ring.rank]
         (after,) = context_parallel_unshard(ring, [out], [2], seq)
-        local = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # torch's again
+        local = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # SDPA is torch's again
         close(local, reference(x, x, x, causal=True))
         return gathered[0], gathered[1], after
 
@@ -189,7 +189,7 @@ def test_layers_that_attend_by_themselves_are_refused(training: bool) -> None:
 def test_compiled_code_inside_is_one_graph() -> None:
     def body(ring: Ring) -> Tensor:
         x, run = whole(0), torch.compile(attend, backend="aot_eager", fullgraph=True)
-        close(run(x), reference(x.sin(), x, x, causal=True))  # outside it is torch's own
+        close(run(x), reference(x.sin(), x, x, causal=True))  # outside of the context, SDPA is torch's
         with context_parallel(ring, buffers=[x], buffer_seq_dims=[2]):
             return context_parallel_unshard(ring, [run(x)], [2])[0]
 
@@ -257,7 +257,7 @@ def test_autocast_casts_like_sdpa(compiled: bool) -> None:
         for actual in run_ranks(2, body):
             for x, y in zip(actual, (expected.detach(), *(x.grad for x in alone)), strict=True):
                 assert y is not None
-                torch.testing.assert_close(x, y, rtol=bound, atol=bound)  # and dtypes
+                torch.testing.assert_close(x, y, rtol=bound, atol=bound)  # also compares dtypes
 
 
 # --- other ways to attend --------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class AttendsByDefinition(torch.nn.Module):
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is, and people have its modules
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is deprecated, but users have scripted modules
     scripted, traced = torch.jit.script(Attends()), torch.jit.trace(AttendsByDefinition(), (whole(0),))
 
 aten = torch.ops.aten

@@ -234,7 +234,7 @@ def test_autocast_casts_like_torchtitans_own() -> None:
         for tensors in ((x, x, x.bfloat16()), (x, x, x), (x.double(),) * 3):
             with ring.activate(ring.sequence(8)):
                 out = adapter.RingAttention(adapter.RingAttention.Config())(*tensors)
-            torch.testing.assert_close(out, torchtitans(*tensors), rtol=0.02, atol=0.02)  # and dtypes
+            torch.testing.assert_close(out, torchtitans(*tensors), rtol=0.02, atol=0.02)  # also compares dtypes
 
 
 def test_arguments_are_those_of_torchtitan() -> None:
@@ -269,7 +269,7 @@ def test_what_is_refused() -> None:
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, none waits for the deadline."""
+    """If one rank passes wrong arguments, all ranks raise, and none waits for the deadline."""
     tokens, labels, positions = batch()
     module = adapter.RingAttention.Config().build()
 
@@ -385,4 +385,4 @@ def test_ten_steps_over_a_ring_equal_one_process(
         assert len(steps) == len(expected) == STEPS
         pairs = [pair for step in zip(steps, expected, strict=True) for pair in zip(*step, strict=True)]
         worst[case] = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
-    assert max(worst.values()) < 1e-5, worst  # of float32
+    assert max(worst.values()) < 1e-5, worst  # the losses are float32

@@ -121,7 +121,7 @@ def test_an_image_is_seen_by_a_tower_that_is_not_sharded(attention: str) -> None
     pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     tower = model.model.vision_tower
     with torch.no_grad():
-        if attention == "eager":  # its softmax is in float32, also of one process
+        if attention == "eager":  # eager attention has a float32 softmax, also in one process
             model.set_attn_implementation({"vision_config": attention})
         true = tower(pixels)[0]
         model.set_attn_implementation({"vision_config": attention})
@@ -196,4 +196,4 @@ def test_prefill_goes_through_the_ring_and_decoding_is_refused() -> None:
             forward(seq, model, past_key_values=static, use_cache=True)
         return (seq.gather(out.logits) - true).abs().max().item()
 
-    assert max(run_ranks(2, body)) <= 1e-5  # rounded to float32 here and there
+    assert max(run_ranks(2, body)) <= 1e-5  # the model rounds to float32 in some places

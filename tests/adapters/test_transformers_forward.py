@@ -77,7 +77,7 @@ class Doubling(nn.Module):
 def test_steps_around_a_forward() -> None:
     seen: list[Any] = []
     model = Doubling()
-    for _ in range(2):  # the second time changes nothing
+    for _ in range(2):  # the second call has no effect
         around_forward(model, lambda *x: seen.append(x[1:]), lambda *x: seen.append(x[1:]))
     copied = copy.deepcopy(model)
     ones = torch.ones(())

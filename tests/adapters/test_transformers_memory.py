@@ -61,7 +61,7 @@ def test_one_process_has_the_same_loss_and_gradients(name: str) -> None:
     with InDouble():
         true, _ = called(adapter.prepare(tiny_model(name, "ringattn")))
         model = adapter.prepare(tiny_model(name, "ringattn"), **ALL).train()
-        for counts in ({}, {"num_items_in_batch": None}):  # a sum over all ranks' labels, and transformers' own mean
+        for counts in ({}, {"num_items_in_batch": None}):  # a sum divided by all ranks' labels, and transformers' mean
             expected = called(adapter.prepare(tiny_model(name, "ringattn")), **counts)
             out, grads = called(model, **counts)
             torch.testing.assert_close(out.loss, expected[0].loss, rtol=EXACT, atol=0)

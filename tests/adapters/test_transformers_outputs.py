@@ -153,7 +153,7 @@ def test_generation_on_every_rank_alike(name: str, cache: str) -> None:
     if "compiled" in cache:
         options["compile_config"] = transformers.CompileConfig(backend="eager", mode=None)
         options["compile_config"]._compile_all_devices = True
-    model = tiny_model(name, "eager").float().eval()  # eager attention makes NaN of float64's padding
+    model = tiny_model(name, "eager").float().eval()  # with float64, eager attention returns NaN for padding
     true = model.generate(prompt, **{**options, "compile_config": None})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda call, **_: call)  # the inputs of compiled code matter here, not the code
@@ -198,7 +198,7 @@ def test_cross_attention_to_as_many_tokens(name: str) -> None:
 @pytest.mark.parametrize(("name", "prepared"), [("Bert", True), ("Bert", False), ("GPT2", True)])
 def test_cross_attention_with_padding_of_the_encoder(name: str, prepared: bool) -> None:
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
-    mask[0, -3:] = 0  # of one rank alone
+    mask[0, -3:] = 0  # only one rank has padding
 
     def body(seq: Sequence) -> None:
         model = crossing(name)

@@ -252,6 +252,6 @@ def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
         fully_shard(model, mesh=mesh)
         assert not computes_positions(model)
         assert torch.equal(model(input_ids=ids(9)).logits, expected)
-        assert isinstance(model.model.embed_tokens.weight, DTensor)  # its hooks are there again
+        assert isinstance(model.model.embed_tokens.weight, DTensor)  # the hooks are installed again
     finally:
         dist.destroy_process_group()

@@ -89,7 +89,7 @@ def counted(model: Any) -> Counter[str]:
 def test_a_probe_leaves_a_model_as_it_was(name: str) -> None:
     model = prepare(FAMILIES[name]())
     with torch.no_grad():
-        model(input_ids=ids(27))  # rotary embeddings have chosen frequencies for more tokens than a probe has
+        model(input_ids=ids(27))  # now rotary embeddings have frequencies for more tokens than a probe has
     calls = counted(model)
     every = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: calls.update(["every module"]))
     before = state_of(model)
@@ -132,7 +132,7 @@ def test_hooks_of_the_first_ring_call_run_once() -> None:
 
     for calls in run_ranks(2, body):
         assert calls["model.rotary_emb"] == calls["model.layers.0"] == calls["model"] == 2
-        assert calls["model.embed_tokens"] == 3  # its forward too
+        assert calls["model.embed_tokens"] == 3  # two hooks, and its user-defined forward
 
 
 def test_a_probe_copies_what_a_forward_may_change_and_shares_the_weights() -> None:

@@ -129,14 +129,14 @@ def test_models_that_add_alibi_by_themselves(kind: str, message: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with pytest.raises(UnsupportedError, match=message + r".*alibi_slopes=\.\.\."):
         prepare(model)
-    assert model.config._attn_implementation == attention  # as it was
+    assert model.config._attn_implementation == attention  # unchanged
     others = "reads its mask as a table" if attention == "ringattn" else "computed no attention over the ring"
     refused(lambda seq: forward(seq, model), others)
 
 
 def test_a_model_whose_attention_cannot_be_set() -> None:
     model = tiny_model("llama", "eager")
-    model.set_attn_implementation = lambda *_: None  # for such a model, transformers only warns
+    model.set_attn_implementation = lambda *_: None  # transformers only warns for such a model
     with pytest.raises(UnsupportedError, match="attention of LlamaForCausalLM cannot be set"):
         prepare(model)
 
@@ -234,7 +234,7 @@ def test_a_text_shorter_than_the_ring(prepared: bool) -> None:
     def body(ring: Ring) -> None:
         seq, model = ring.sequence(3), prepare(llama()) if prepared else llama()
         if not prepared and not seq.counts[ring.rank]:
-            return  # transformers itself cannot be called there; the others must not wait for it
+            return  # transformers fails without tokens; the other ranks must not wait for this rank
         with ring.activate(seq), pytest.raises(InputError, match="rank 3 has no token"):
             model(input_ids=seq.shard(ROW[:, :3]), position_ids=seq.positions()[None])
 
@@ -263,7 +263,7 @@ def test_labels_of_which_the_model_would_make_another_loss() -> None:
 
 
 def test_what_one_rank_alone_gets_wrong() -> None:
-    """All ranks raise, and no rank waits for the deadline."""
+    """If one rank passes wrong inputs, all ranks raise, and none waits for the deadline."""
 
     def masked(seq: Sequence) -> None:
         tokens = seq.counts[seq.ring.rank]

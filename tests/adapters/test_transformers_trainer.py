@@ -334,7 +334,7 @@ def test_streams(tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch) ->
         trainer.evaluate(stream)
     monkeypatch.setattr(trainer, "_rings", lambda: (1, 0))
     monkeypatch.setitem(trainer.accelerator.state._shared_state, "num_processes", 4)
-    stream.n_shards = 4  # as data sets of Hugging Face say
+    stream.n_shards = 4  # the attribute that data sets of Hugging Face have
     with pytest.raises(UnsupportedError, match="accelerate distributes the 4 shards of Stream over the processes"):
         trainer.evaluate(stream)
 
@@ -352,7 +352,7 @@ def test_ways_to_send() -> None:
     with pytest.raises(UnsupportedError, match="cp_backend belongs to another form of parallelism"):
         RingParallelismConfig(cp_size=2, cp_backend="torch")
     config = RingParallelismConfig(cp_size=3)
-    assert config.cp_enabled and config.cp_backend != "torch"  # which Trainer and accelerate act upon
+    assert config.cp_enabled and config.cp_backend != "torch"  # Trainer and accelerate would implement that backend
     with pytest.raises(InputError, match="1 ranks are not a multiple of cp_size and the other sizes, 3"):
         config.build_device_mesh("cpu")
 

@@ -175,7 +175,7 @@ def test_calls_that_cannot_be_made_whole() -> None:
                 model(TOKENS)
             with pytest.raises(InputError, match="return_dict=False"):
                 model(**BATCH, return_dict=False)
-            assert isinstance(model(**BATCH), WholeOutput)  # a call that failed leaves nothing active
+            assert isinstance(model(**BATCH), WholeOutput)  # the failed calls have left no sequence active
         with pytest.raises(InputError, match="no sequence is active"):
             model(**BATCH)
         with local_attention():

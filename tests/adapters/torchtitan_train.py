@@ -70,12 +70,12 @@ stand_in("datasets", Dataset=object, load_dataset=None)
 stand_in("datasets.distributed", split_dataset_by_node=None)
 if find_spec("tensorboard") is None:
     sys.modules["torch.utils.tensorboard"] = MagicMock()
-if not hasattr(torch.distributed, "set_timeout"):  # torchtitan's Trainer shortens deadlines so, on a newer torch
+if not hasattr(torch.distributed, "set_timeout"):  # newer torch has it; torchtitan's Trainer shortens deadlines by it
     torch.distributed.set_timeout = lambda timeout, group: None  # type: ignore[attr-defined]
 
 from torchtitan.tools import utils
 
-if not torch.cuda.is_available():  # before any module of torchtitan takes the two names
+if not torch.cuda.is_available():  # before any module of torchtitan imports the two names
     utils.device_type, utils.device_module = "cpu", Device("cpu")
 
 from torchtitan.components.checkpoint import CheckpointManager

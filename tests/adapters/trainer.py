@@ -129,7 +129,7 @@ class AddsTerm(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def before(self, model: Any, inputs: Any) -> Any:
-        """Return values computed before Trainer's loss."""
+        """Return values for `term` that must be computed before Trainer's loss; None by default."""
 
     def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
         """Return the term to add to the loss."""
@@ -307,7 +307,7 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
         trainer |= {"eval_dataset": texts()[:11]}
     if case == "made by model_init":
         trainer |= {"model_init": lambda: tiny_model("qwen2", "eager")}
-    elif "compiled" in case:  # for seconds
+    elif "compiled" in case:  # saves seconds of compilation
         trainer |= {"model": tiny_model("llama", "eager", num_hidden_layers=1)}
     else:
         trainer |= {"model": tiny_model("qwen2", "eager")}
@@ -347,7 +347,7 @@ def run(trainer: Trainer) -> tuple[dict[str, Tensor], list[float], dict[str, Any
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, Calls):
             counted["called"] = callback.values + called(trainer.model)
-    if trainer.args.per_device_train_batch_size != 4 and trainer.args.world_size < 4:  # others pad otherwise
+    if trainer.args.per_device_train_batch_size != 4 and trainer.args.world_size < 4:  # otherwise the padding differs
         counted["operations"] = trainer.state.total_flos
     if trainer.compute_metrics is not None:
         prediction = trainer.predict(texts()[:4])

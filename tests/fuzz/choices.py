@@ -57,7 +57,7 @@ def numbers(r: Random, kind: str) -> Case:
 
 
 def draw_nodes(r: Random) -> Case:
-    """Draw a cluster for schedule="auto": ranks per node, and link speeds, which decide what schedule is the fastest.
+    """Draw a cluster for schedule="auto": ranks per node, and link speeds that decide which schedule is the fastest.
 
     `gpu` in the result: the ring must recognise the cluster by these GPUs. None: the ring gets a `Cluster`.
     """

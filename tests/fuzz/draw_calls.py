@@ -66,7 +66,7 @@ def call(r: Random, case: Case) -> Case:
     documents = call["seq"]["documents"]
     if dilated:
         options |= branches(r, call)
-        if maybe(r, 0.4):  # shards of several ranges, as in training
+        if maybe(r, 0.4):  # zigzag shards have several token ranges, as in training
             call["seq"] |= {"layout": "zigzag"} if documents is None else of_documents(r, case)
     else:
         if maybe(r, 0.35):

@@ -43,7 +43,7 @@ def _call(r: Random, case: Case) -> Case:
     for name in ("window", "mask"):
         options.pop(name, None)
     choice = r.choice(["few", "longer", "longer", "shorter", "documents", "window"])
-    if choice in ("longer", "shorter"):  # causal: the queries read only the first keys, or the last queries read all
+    if choice in ("longer", "shorter"):  # if causal, queries read only the first keys, or the last queries read all
         length = r.randint(1, 12)
         keys = (
             r.randint(0, 3) if choice == "shorter" else r.choice([r.randint(0, 40), length * ranks, length * ranks + 3])
@@ -53,7 +53,7 @@ def _call(r: Random, case: Case) -> Case:
     elif choice == "documents":  # some queries have no keys, and some keys no queries
         count = r.choice([2, 3, 4])
         call_["seq"], call_["kv_seq"] = (_documents(r, count) for _ in range(2))
-    elif choice == "window":  # keys farther away than any that exist
+    elif choice == "window":  # some windows contain no key, and some keys are in no window
         call_["seq"], call_["kv_seq"] = _sequence(r, r.randint(1, 12)), _sequence(r, r.randint(1, 24))
         options["window"] = r.choice([(0, 0), (2, 0), (None, 0), (0, None if not options["causal"] else 0)])
     if call_["kv_seq"] and choice != "window" and maybe(r, 0.6):

@@ -180,7 +180,7 @@ def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
     results: Results = {}
     for name, value in values.items():
         top = float(value.masked_fill(value.isinf(), 0).abs().max()) if value.numel() else 0.0
-        smallest = SMALLEST[case["dtype"]] * (1 + _addends(name, call, calls)) / 2  # half a distance per rounding
+        smallest = SMALLEST[case["dtype"]] * (1 + _addends(name, call, calls)) / 2  # half a spacing per rounding
         tolerance = torch.full_like(value, relative * max(top, usual[name]) + smallest)
         if sums:
             every = [_rounding_bounds(call)] if name in ("out", "lse") else sums

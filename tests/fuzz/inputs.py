@@ -62,7 +62,7 @@ def values(case: Case, index: int) -> Values:
 
 
 def leaf_of(kind: str, x: Tensor) -> Tensor:
-    """Return a tensor with the memory layout `kind` that contains x, for use as a leaf. `inside` returns x of it."""
+    """Return a tensor with the memory layout `kind` that contains x, for use as a leaf; see `inside`."""
     batch, tokens, heads, dim = x.shape
     if kind == "transposed":
         return x.transpose(1, 2).contiguous()

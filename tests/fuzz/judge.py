@@ -48,7 +48,7 @@ def error_of(case: Case) -> str | None:
 
 
 def _all_returned(outcomes: Outcomes) -> Outcomes:
-    """Return `outcomes`. Raises `Wrong` if any is an error, first of all one that no other rank's error caused."""
+    """Return `outcomes`. Raises `Wrong` if any is an error, preferably one that no other rank's error caused."""
     errors = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
     if not errors:
         return outcomes
@@ -95,7 +95,7 @@ def _calls(case: Case) -> None:
 
 
 def _needs_changed(case: Case, outcomes: Outcomes) -> bool:
-    """Return whether heartbeats ended the ring because other ranks need gradients than in an earlier, equal call.
+    """Return whether heartbeats ended the ring because two equal calls differ in which ranks need gradients.
 
     This happens only after a call without gradient mode, on a transport that compares equal calls only once.
     """

@@ -696,7 +696,7 @@ def test_measured_speed_is_compared_with_the_rate_of_the_port() -> None:
     )
     assert links(inside, between).level == NOTE and "a port of rank 0 reports 50 GB/s" in links(inside, between).advice
     assert links(inside, {**between, "bandwidth": 30e9}).level == OK
-    assert "10.00 GB/s" in links(between, slow).text  # the slowest of a class counts
+    assert "10.00 GB/s" in links(between, slow).text  # the slowest pair of a class of links counts
     assert doctor.judged([answer(0), answer(1)])[-1].topic == "exchange"
 
 

@@ -133,7 +133,7 @@ def test_a_folder_can_be_locked_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_an_unknown_error_is_attributed_to_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RuntimeError("unexpected pos 704 vs 598")  # what torch's writer raises
+    error = RuntimeError("unexpected pos 704 vs 598")  # the error of torch's writer
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     full = f"{tmp_path}/a could not be written: No space left on device; it needs about 2.0 MiB, and the disk at "
     assert str(not_written(tmp_path / "a", error, 2 * 2**20)).startswith(full)

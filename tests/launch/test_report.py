@@ -79,7 +79,7 @@ def lines_of(path: Path, records: list[Record]) -> dict[str, list[tuple[int, int
 def test_series_of_a_strong_sweep(tmp_path: Path) -> None:
     name = "strong: schedule {}, tokens 16,384"
     assert lines_of(tmp_path, strong()) == {
-        name.format("all_gather"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],  # shared: the point of one rank
+        name.format("all_gather"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],  # the point of one rank is shared
         name.format("direct"): [(1, 16384), (2, 16384), (4, 16384)],  # eight ranks timed out
         name.format("ring"): [(1, 16384), (2, 16384), (4, 16384), (8, 16384)],
     }

@@ -255,7 +255,7 @@ def test_a_restart_by_torchrun_resumes_from_its_own_checkpoint(
     config = replace(saved, out=str(tmp_path / "own"), resume=path)
     assert run(replace(config, steps=4, checkpoint_every_steps=4))["first_step"] == (0 if resume == "never" else 3)
     with pytest.raises(InputError, match=r"^resume=.*/own/checkpoints/step-00000004 is in the folder already"):
-        run(config)  # not a restart
+        run(config)  # this run is not a restart
     job.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert run(replace(config, steps=5))["first_step"] == 4
 
@@ -510,7 +510,7 @@ def test_a_second_run_in_a_folder_is_refused(saved_twice: TrainConfig) -> None:
         with pytest.raises(InputError, match=rf"^out=.*/run: another run is writing there, process {os.getpid()} on "):
             run(saved_twice)
         assert names(saved_twice.out) == before
-        run(replace(saved_twice, checkpoint_every_steps=None))  # writes nothing there
+        run(replace(saved_twice, checkpoint_every_steps=None))  # this run writes no checkpoint
     assert run(saved_twice)["first_step"] == 4
 
 

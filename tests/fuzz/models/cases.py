@@ -152,7 +152,7 @@ class _CaseMaker:
         choices = "MultipleChoice" in self.name
         shape = (rows, CHOICES, TOKENS) if choices else (rows, TOKENS)
         tokens = self._draw(shape, 3, FIRST_SPECIAL)
-        tokens[..., -1] = self.eos  # some heads search for it
+        tokens[..., -1] = self.eos  # some heads search for the end token
         mask = _mask(rows, padding)
         case = Case(name, {"input_ids": tokens}, documents=DOCUMENTS if packing else None)
         if mask is not None:
@@ -231,5 +231,5 @@ def _embedded(model: Any) -> int | None:
     try:
         table = model.get_input_embeddings()
         return int(table.weight.shape[1])
-    except Exception:  # the model has no input embeddings, or no table
+    except Exception:  # the model has no input embeddings, or they are not a table
         return None

@@ -90,8 +90,7 @@ def takes_text(kind: Any) -> bool:
 def build(name: str, profile: dict[str, int], extra: LayerKind | None = None) -> Any:
     """Build a model with eager attention and random float64 weights, in training mode.
 
-    Raises whatever the class raises.
-    `extra`: one additional layer of this kind.
+    `extra`: the kind of an additional layer. Errors of the class propagate.
     """
     kind = class_of(name)
     config = _config(kind.config_class, profile, OTHER.get(kind.config_class.model_type, {}), extra)
