@@ -26,13 +26,16 @@ MOST_HEADS = 2**16
 
 
 def schedule_option(default: str = "auto") -> Any:
-    """Declare a schedule with any name that `Ring.attention` takes, without auto if `default` is another name."""
+    """Declare the option `schedule`: any name that `Ring.attention` takes, and auto only if it is the default."""
     choices = (*(("auto",) if default == "auto" else ()), *ROUTES, *(f"{name}:N" for name in NUMBERED))
     return option(default, "schedule of the messages", choices=choices)
 
 
 def tokens_option(default: int, least: int = 1, **limits: int) -> Any:
-    """Declare the length of the sequence. It is None by default, so that contradictory sizes can be refused."""
+    """Declare the option `tokens`, which is None if the user does not set it.
+
+    A command can therefore refuse sizes that contradict each other. The help names `default` as the value if not set.
+    """
     return option(None, f"length of the sequence, over all ranks; {default} if not set", least=least, **limits)
 
 
@@ -87,7 +90,7 @@ SoftmaxKeys: Any = make_dataclass(
 
 @dataclass
 class MaskedCallConfig(SoftmaxKeys, CallConfig):
-    """One attention call, also with options of the softmax, documents, masks as values, and dilated segments."""
+    """One attention call with any mask: also the options of the softmax, `mask`, documents and dilated branches."""
 
     mask: str | None = option(None, "prefix:N, chunked:N or global_tokens:N, in tokens; goes with causal and window")
     documents: int = option(1, "documents of equal length", least=1)
@@ -102,7 +105,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
 
     @property
     def dilated(self) -> bool:
-        """Return whether the call is `Ring.dilated_attention`."""
+        """Return whether the call is one of `Ring.dilated_attention`."""
         return self.segment_lengths is not None
 
     def check(self) -> None:
@@ -150,13 +153,14 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             raise InputError(f"tokens={self.tokens}: cu_seqlens ends at {cu_seqlens[-1]}; leave tokens out")
 
     def softmax(self) -> dict[str, Any]:
-        """Return the options of the softmax that are not their defaults."""
+        """Return the options of the softmax whose values are not the defaults."""
         return {field.name: value for field in SOFTMAX if (value := getattr(self, field.name)) != field.default}
 
     def options(self, length: int, device: Any = "cpu") -> dict[str, Any]:
-        """Return mask and softmax as keyword arguments of the call, for a sequence of `length` tokens, on a device.
+        """Return the mask and the softmax options as keyword arguments of the call, for a sequence of `length` tokens.
 
-        If `length` is less than the call's, window, mask and segments are scaled down by the same factor.
+        If `length` is less than that of the configured call, window, mask and segments are scaled down by the same
+        factor. Tensors are made on `device`.
         """
         from ringattn import masks
 
@@ -169,7 +173,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             segments = [self._scaled(size, length) for size in self.segment_lengths]
             return {**options, "segment_lengths": segments, "dilation_rates": self.dilation_rates}
         if self.bounds is not None:
-            # A window of n keys counts the query's own key.
+            # A window is scaled with the key at the query's own position, which its sizes do not count.
             options["window"] = tuple(
                 None if size is None else self._scaled(size + 1, length) - 1 for size in self.bounds
             )
@@ -200,7 +204,7 @@ TRANSPORT_NAMES = tuple(name for name in TRANSPORTS if name != "local")  # ranks
 
 @dataclass
 class RunConfig(MaskedCallConfig):
-    """One attention call, measured."""
+    """One attention call to measure, with the ranks that run it and the number of repetitions."""
 
     DEFAULT_TOKENS: ClassVar[int] = 4096
     GROUPS: ClassVar[tuple[str, ...]] = ("shape",)
@@ -226,12 +230,12 @@ class RunConfig(MaskedCallConfig):
 
     @property
     def world_size(self) -> int:
-        """Return the ranks of all nodes."""
+        """Return the number of ranks on all nodes together."""
         return (self.ranks or 1) * self.nnodes
 
     @property
     def is_first_node(self) -> bool:
-        """Whether this is node 0, which writes and prints the results."""
+        """Return whether this is node 0, which writes and prints the results."""
         return not self.node_rank
 
 
@@ -290,7 +294,7 @@ def with_resolved(config: RunConfig, ran: Mapping[str, Any]) -> RunConfig:
     A single rank keeps auto for options between ranks, because it has no transport.
     """
     keys = AUTOMATIC if config.world_size > 1 else ("engine",)
-    # A pair of transports, within and between nodes, is named by the first.
+    # "shm+gloo" names the transports within and between nodes. The option takes only the first of them.
     taken: dict[str, Any] = {
         key: str(ran[key]).partition("+")[0] for key in keys if getattr(config, key) == "auto" and key in ran
     }
@@ -298,7 +302,7 @@ def with_resolved(config: RunConfig, ran: Mapping[str, Any]) -> RunConfig:
 
 
 def words_of(config: RunConfig) -> list[str]:
-    """Return the `key=value` words that give this configuration again, without those that equal the default."""
+    """Return the `key=value` words from which `load_run` makes this configuration, without keys at their defaults."""
     default = {key: value for key, value, _ in leaves(RunConfig())}
     return [
         f"{key}={_as_word(value)}"

@@ -1,7 +1,8 @@
-"""Values for the options of a command, composed by Hydra from a dataclass, the files in `conf` and the words.
+"""The options of a command: Hydra composes them from a dataclass, the files in `conf` and the words `key=value`.
 
-`load` returns an instance of the dataclass. `run_application` is Hydra's main with its flags, `hydra.*`, `+`, `++` and
-`~`, configs of the user, sweepers and launchers. Hydra takes half a second to import, so functions import it.
+`load` returns an instance of the dataclass. `run_application` runs Hydra's own main, which also accepts Hydra's flags,
+`hydra.*`, `+`, `++` and `~`, configs of the user, sweepers and launchers. Hydra takes half a second to import, so
+functions import it.
 Guarantees: a wrong key, type or value raises `InputError`, and its message begins with the key.
 """
 
@@ -58,8 +59,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 def load(overrides: Sequence[str], schema: type[T], name: str | None = None) -> T:
     """Return an instance of the dataclass `schema` from its defaults, `conf/<name>.yaml` and `overrides`.
 
-    That file lists `<name of the schema>` among its defaults. Raises `InputError` for an unknown key, a value of the
-    wrong type or out of range, and a sweep (`key=1,2`).
+    The file must list the name of the schema among its defaults. Without a `name`, only the dataclass is used. Raises
+    `InputError` for an unknown key, a value of the wrong type or out of range, and a sweep (`key=1,2`).
     """
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
@@ -92,21 +93,21 @@ def composed_as(schema: type[T], composed: DictConfig) -> T:
 
 
 def _store(schema: Any) -> None:
-    """Make `schema` a config that Hydra finds by the name of the class."""
+    """Register `schema` with Hydra as a config under the name of its class."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name=schema.__name__, node=schema, provider="ringattn")
 
 
 def keys_of(*schemas: Any) -> list[str]:
-    """Return the keys and groups of commands."""
+    """Return the names of all keys and groups of `schemas`."""
     return [key for schema in schemas for key in (*groups(schema), *(leaf for leaf, _, _ in leaves(schema())))]
 
 
 def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Override]:
-    """Return the words `key=value`, and `~key`, as Hydra reads them. Raises `InputError` for other words.
+    """Parse the words `key=value` and `~key` with Hydra. Raises `InputError` for any other word.
 
-    `known`: the keys that such a word may be meant for.
+    `known`: the keys of the command, from which the message suggests one.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -123,14 +124,14 @@ def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Overrid
 
 
 def swept(overrides: Sequence[str], known: Collection[str] = ()) -> list[str]:
-    """Return the keys that have several values (`key=1,2`), in order. `known`: see `parse`."""
+    """Return the keys to which a word gives several values (`key=1,2`), in order. For `known` see `parse`."""
     return [override.key_or_group for override in parse(overrides, known) if override.is_sweep_override()]
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the words of every combination of the values that are given as `key=1,2`; the last key varies fastest.
+    """Return the words of each combination of the values that are given as `key=1,2`. The last key varies fastest.
 
-    If a key is given twice, the last word counts. Raises `InputError` for values that cannot be counted.
+    If a key is given twice, its last word counts. Raises `InputError` for values that are not a list, as interval(1,2).
     """
     from hydra.errors import HydraException
 
@@ -146,10 +147,10 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def check_key(override: Override, schema: Any, several: bool = False) -> None:
-    """Raise `InputError` for a key that `schema` does not have, and a preset that its group does not have.
+    """Raise `InputError` if `schema` does not have the key, or if its group does not have the preset.
 
     Hydra's own message for a wrong key speaks of structs and defaults lists; this message names the nearest key.
-    `several`: the words are for Hydra's own application, where `+`, `++`, `~` and sweeps have a meaning.
+    `several`: the word is for Hydra's own application, where `+`, `++`, `~` and sweeps have a meaning.
     """
     key, limits = override.key_or_group, {leaf: described.metadata for leaf, _, described in leaves(schema())}
     values = override.sweep_string_iterator() if override.is_discrete_sweep() else [override.value()]
@@ -166,7 +167,7 @@ def check_key(override: Override, schema: Any, several: bool = False) -> None:
     elif key not in limits:
         raise no_such_key(key, [*(group for group in groups(schema) if presets_of(group)), *limits])
     elif several and (override.is_discrete_sweep() or not override.is_sweep_override()):
-        # Hydra does not know the choices: it would show a wrong one, or run the jobs before it.
+        # Hydra does not know the choices. It would print a config with a wrong value, or run the jobs that precede it.
         for value in values:
             if value is not None:
                 check_choice(key, str(value), limits[key])
@@ -176,16 +177,17 @@ def check_key(override: Override, schema: Any, several: bool = False) -> None:
 
 
 def is_for_hydra(words: Sequence[str]) -> bool:
-    """Whether one of the words is a flag, or has a meaning only in Hydra's own application."""
+    """Return whether one of the words is a flag, or has a meaning only in Hydra's own application."""
     return any(word.startswith(("-", "+", "~", "hydra.", "hydra/")) for word in words)
 
 
 def run_application(words: Sequence[str], schema: Any, name: str, task: Callable[[DictConfig], Any]) -> None:
-    """Run Hydra's main over `words`, with `conf/<name>.yaml` and the dataclass `schema`: call `task`, or print.
+    """Run Hydra's main with `words`, `conf/<name>.yaml` and the dataclass `schema`.
 
-    `task`, a function of a module, gets the composed config; `composed_as` makes an instance of the schema of it. The
-    config is checked against the schema, so a wrong key is refused wherever it comes from. Raises `InputError` for
-    words, keys and values that Hydra or the schema refuses, `SystemExit` for wrong flags, and what `task` raises.
+    Hydra calls `task` with the composed config, or prints what a flag asks for. `task` must be a function of a module;
+    `composed_as` turns its config into an instance of the schema. The config is checked against the schema, so a wrong
+    key is refused wherever it comes from. Raises `InputError` for words, keys and values that Hydra or the schema
+    refuses, `SystemExit` for wrong flags, and the errors of `task`.
     """
     import hydra
     from hydra.errors import HydraException
@@ -196,7 +198,7 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
     overrides = spelled(overrides, schema)
     has_configs = any(flag.partition("=")[0] in USER_CONFIGS for flag in flags)
     if not has_configs and not any(word.startswith("hydra.searchpath=") for word in overrides):
-        # Configs of the user may have groups and presets that only Hydra finds.
+        # Without configs of the user, all groups and presets are known here.
         for override in parse(overrides, keys_of(schema)):
             if not override.is_hydra_override():
                 check_key(override, schema, several=True)
@@ -247,13 +249,16 @@ def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], l
 
 
 def _wrong_key(error: BaseException, schema: Any) -> str:
-    """Return a message about a key that `schema` does not have, with the nearest one. Empty for other errors."""
+    """Return a message about a key that `schema` does not have, with the nearest key. Empty for other errors."""
     match = re.search(r"Key '(.+)' not in ", f"{error} {error.__cause__}")
     return str(no_such_key(match[1], keys_of(schema))) if match else ""
 
 
 def _wrong_value(error: BaseException) -> str:
-    """Return OmegaConf's message on a value in plain words: key, value, and what it should be. Empty if Hydra's."""
+    """Return a plain message for OmegaConf's error about a value: key, value and the type that it should have.
+
+    The message is empty if the error is not one of OmegaConf.
+    """
     from omegaconf.errors import OmegaConfBaseException
 
     error = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error

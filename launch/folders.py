@@ -1,8 +1,9 @@
-"""Folders that one process writes at a time, and files in them that are there whole or not at all.
+"""Folders that only one process at a time may write to, and atomic writes of files.
 
-Guarantees: a lock ends with the process that holds it, however that ends; who holds it is told. What a full disk or a
-refused write leaves half is removed, and said with the disk, the path and the bytes. A file that a command writes where
-an option says is refused before the work if it cannot be written.
+Guarantees: a lock is released when the process that holds it ends, for whatever reason. The error for a locked folder
+names the process that holds the lock. If a disk is full or refuses a write, the incomplete file is removed, and the
+error names the disk, the path and the bytes. An output file that an option names is checked before the work begins, and
+refused if it cannot be written.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ LOOK_S = 0.1
 
 
 class FolderLock:
-    """What `locked` gives: this process alone writes to the folder."""
+    """The lock of a folder, held by this process; see `locked`."""
 
     def __init__(self, path: Path, file: TextIO) -> None:
         self.path, self._file = path, file
 
     def lost(self) -> str | None:
-        """Why the folder is not this process's any more, where somebody moved or removed it or its lock; else None."""
+        """Return why this process no longer holds the folder, or None if it does.
+
+        The lock is lost if the folder or its lock file was moved, replaced or removed.
+        """
         with suppress(OSError):
             if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._file.fileno())):
                 return None
@@ -51,10 +55,11 @@ class FolderLock:
 
 @contextmanager
 def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -> Iterator[FolderLock]:
-    """The folder at `path`, made if need be, for this process alone until the end of the block.
+    """Lock the folder at `path` for this process until the end of the block. Create the folder if it does not exist.
 
-    `key`: the option that names it; `what`: who else may write there, as "run"; `instead`: what to do otherwise.
-    Raises `InputError` where it cannot be written, or while another process has it, for `wait_s` at least.
+    `key`: the option that names the folder. `what`: the kind of process that writes there, such as "run", for the
+    message. `instead`: advice for the message. Raises `InputError` if the folder cannot be written, or if another
+    process still holds the lock after `wait_s`.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -77,7 +82,8 @@ def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -
                 )
             time.sleep(LOOK_S)
         since = datetime.now(UTC).isoformat(" ", "seconds")
-        # Not through `file`: on a full disk, closing it would fail on what it could not write. The lock needs no text.
+        # Write with `os`, not through the buffer of `file`: on a full disk, closing `file` would fail to flush it. The
+        # text only helps readers; the lock works without it.
         with suppress(OSError):
             os.ftruncate(file.fileno(), 0)
             os.pwrite(file.fileno(), f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
@@ -93,9 +99,9 @@ def _taken(file: TextIO) -> bool:
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> Path:
-    """Write `content` to `path`, making its folder: all of it or nothing, whenever this process is killed.
+    """Write `content` to `path` atomically, even if this process is killed. Create the folder if it does not exist.
 
-    Raises `RingError` where the disk does not take it, and ValueError for numbers that JSON does not have.
+    Raises `RingError` if the file cannot be written, and ValueError for NaN and infinities, which JSON does not have.
     """
     text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
     try:
@@ -106,7 +112,7 @@ def write_json(path: Path, content: Any, indent: int = 2) -> Path:
 
 
 def not_written(path: Path, error: BaseException, needed_bytes: int) -> RingError:
-    """The error for what a disk did not take: where, why, how much it needs and how much is free."""
+    """Return the error for a failed write: the path, the reason, the bytes needed, and the bytes free on the disk."""
     there = path
     while not there.exists():
         there = there.parent
@@ -139,7 +145,10 @@ STANDARD_OUTPUT = "-"
 
 
 def check_output(key: str, path: str, kind: str) -> None:
-    """Raise `InputError` if no file can be written at `path`. `kind`: file, picture, or data, which can also be `-`."""
+    """Raise `InputError` if no file can be written at `path`.
+
+    `kind`: "file", "picture" or "data". Data can also be written to `-`, the standard output.
+    """
     if kind == "data" and path == STANDARD_OUTPUT:
         return
     target = Path(path)
@@ -154,13 +163,13 @@ def check_output(key: str, path: str, kind: str) -> None:
         raise InputError(f"{key}={path}: is no regular file; name one, or /dev/stdout")
     if not folder.is_dir():
         raise InputError(f"{key}={path}: its folder does not exist; make it, or write elsewhere")
-    # The file is replaced, which needs its folder.
+    # The file is replaced by a rename, so its folder must be writable.
     if not os.access(folder, os.W_OK):
         raise InputError(f"{key}={path}: cannot be written; choose a place that you may write")
 
 
 def save_picture(figure: Figure, path: str | Path, dpi: int) -> None:
-    """Write a figure to `path`, in the format of its ending, and close it. Raises `OSError`."""
+    """Write a figure to `path`, in the format that the suffix names, and close it. Raises `OSError`."""
     import matplotlib.pyplot as plt
 
     picture = io.BytesIO()
@@ -171,7 +180,7 @@ def save_picture(figure: Figure, path: str | Path, dpi: int) -> None:
 
 @contextmanager
 def writing(key: str, path: str | Path) -> Iterator[None]:
-    """What writes `path`: an `OSError` in the block becomes an `InputError` that begins with the key."""
+    """Turn an `OSError` of the block, which writes `path`, into an `InputError` that begins with the key."""
     try:
         yield
     except OSError as error:
@@ -180,10 +189,11 @@ def writing(key: str, path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def json_output(path: str) -> Iterator[Callable[[Any], None]]:
-    """Yield the function that takes the figures of a command, and write them to `path`, the value of its key `json`.
+    """Yield a function that receives the figures of a command; write them to `path` as JSON at the end of the block.
 
-    With `-`, the standard output carries one JSON document and nothing else: the text for people goes to standard
-    error. An empty path writes nothing. Raises `InputError` if the file cannot be written.
+    `path` is the value of the command's key `json`. If it is `-`, the standard output carries only the JSON document,
+    and all other text goes to standard error. If it is empty, nothing is written. Raises `InputError` if the file
+    cannot be written.
     """
     figures: list[Any] = []
     if path == STANDARD_OUTPUT:
@@ -202,7 +212,7 @@ def json_output(path: str) -> Iterator[Callable[[Any], None]]:
 
 
 def _finite(content: Any) -> Any:
-    """Return `content` with None in place of numbers that JSON does not have."""
+    """Return `content` with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(content, Mapping):
         return {key: _finite(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):

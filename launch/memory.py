@@ -1,8 +1,9 @@
-"""How much memory training takes, measured so that runs can be compared.
+"""The memory that training takes, measured so that runs can be compared.
 
-On a CPU it is the growth of the process's resident memory: the highest value since `start`, less the value at `start`.
-The kernel's high-water mark is reset at `start` (`/proc/self/clear_refs`), because `ru_maxrss` also remembers imports
-and the process it was forked from. On CUDA it is the growth of what torch's allocator has handed out.
+On a CPU, the growth of the process's resident memory is measured: the highest value since `start` minus the value at
+`start`. The kernel's high-water mark is reset at `start` (`/proc/self/clear_refs`), because `ru_maxrss` also includes
+imports and the parent process before the fork. On CUDA, the growth of the bytes that torch's allocator has allocated is
+measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ringattn.observe.memory import reset_peak, status_bytes
 
 
 class PeakMemory:
-    """Peak growth of one process's memory since `start`, in bytes; `method` says what exactly is measured."""
+    """A meter for the peak growth of one process's memory since `start`; `method` describes what is measured."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,7 +23,7 @@ class PeakMemory:
         self.start()
 
     def start(self) -> None:
-        """Forget the peak so far; growth counts from here."""
+        """Reset the peak, so that growth is measured from the present memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_bytes = torch.cuda.memory_allocated(self.device)
@@ -35,7 +36,7 @@ class PeakMemory:
         self._base_bytes = status_bytes("VmRSS")
 
     def growth_bytes(self) -> int:
-        """Peak since `start`, less what was in use at `start`."""
+        """Return the peak since `start` minus the memory in use at `start`, in bytes."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._base_bytes
         return max(0, status_bytes("VmHWM") - self._base_bytes)

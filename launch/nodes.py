@@ -1,9 +1,10 @@
 """The machines of one job, and the store through which their ranks find each other.
 
-The launcher of node 0 hosts the store on a socket that it has bound itself: to loopback for one machine alone, else to
-the address of `endpoint`. torch's own choice, also for `TCPStore("127.0.0.1", ...)`, is every interface.
-Several nodes register in the store before any rank starts. Guarantees: two launchers with one `node_rank`, and
-launchers with other numbers of nodes or ranks, are refused; a node that is not started is named by its number.
+The launcher of node 0 hosts the store on a socket that it binds itself: to loopback if the job has a single machine,
+else to the address of `endpoint`. torch itself would bind all interfaces, even for `TCPStore("127.0.0.1", ...)`.
+Several nodes register in the store before any rank starts. Guarantees: two launchers with the same `node_rank`, and
+launchers with different numbers of nodes or ranks, are refused. The error for a node that was not started names its
+number.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ LEAVE_S = 10.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of one job, and which of them this is.
+    """The machines of one job: their number, and the `rank` of this machine among them.
 
-    `endpoint`: host:port of node 0, where they register within `timeout_s`; empty for one machine alone.
+    `endpoint`: host:port of node 0, where all nodes register within `timeout_s`; empty if there is a single machine.
     """
 
     count: int = 1
@@ -51,7 +52,7 @@ ALONE = Nodes()
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of a job find its store. `run_id`: of this job alone, the same on all nodes."""
+    """The address of a job's store. `run_id` is unique to the job and the same on all nodes."""
 
     host: str
     port: int
@@ -62,9 +63,10 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
-    """Register with the other nodes, which start `ranks` ranks each. Raises `RanksError` if they do not all arrive.
+    """Register with the other nodes, each of which starts `ranks` ranks, and yield the address of the store.
 
-    At the end of the block node 0 waits for the others before it closes the store.
+    At the end of the block, node 0 waits for the other nodes before it closes the store. Raises `RanksError` if a node
+    does not register in time.
     """
     if not nodes.endpoint:
         stores: list[TCPStore] = []
@@ -101,9 +103,9 @@ def _parsed(endpoint: str) -> tuple[str, int]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address of `host` alone; on every interface where this machine does not have it.
+    """Return a socket that listens only on the address of `host`, or on all interfaces if this machine lacks it.
 
-    That is so behind address translation, and where /etc/hosts gives a machine's own name a loopback address.
+    A machine lacks the address behind address translation, and if /etc/hosts maps the machine's name to loopback.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -150,7 +152,7 @@ def _is_loopback_name(host: str) -> bool:
 
 
 def _hosted(listener: socket.socket) -> TCPStore:
-    """A store that this process hosts on the socket."""
+    """Return a store that this process hosts on the socket."""
     from torch.distributed import TCPStore
 
     host, port = listener.getsockname()[:2]
@@ -160,7 +162,7 @@ def _hosted(listener: socket.socket) -> TCPStore:
 
 
 def _joined(host: str, port: int, nodes: Nodes) -> TCPStore:
-    """The store of node 0, once it is there."""
+    """Connect to the store of node 0, retrying until `nodes.timeout_s`. Raises `RanksError` if it does not answer."""
     from torch.distributed import TCPStore
 
     ends, limit = time.monotonic() + nodes.timeout_s, timedelta(seconds=nodes.timeout_s)
@@ -179,7 +181,10 @@ def _joined(host: str, port: int, nodes: Nodes) -> TCPStore:
 
 
 def _met(store: BoundedStore, nodes: Nodes, ranks: int) -> str:
-    """Wait until all nodes are there. Returns the job's run id, which node 0 draws."""
+    """Register this node and wait until all nodes have registered. Return the job's run id, which node 0 draws.
+
+    Raises `RanksError` on all waiting nodes if two nodes contradict each other or one does not register in time.
+    """
     sizes = {"nnodes": nodes.count, "ranks": ranks}
     if nodes.rank == 0:
         store.set("job", json.dumps({**sizes, "run_id": uuid.uuid4().hex}))
@@ -203,13 +208,13 @@ def _met(store: BoundedStore, nodes: Nodes, ranks: int) -> str:
 
 
 def _refuse(store: BoundedStore, message: str, refused: bool = True) -> NoReturn:
-    """Raise on all nodes that still wait."""
+    """Raise `RanksError` here, and leave `message` in the store, so that all waiting nodes raise it too."""
     store.set("refusal", json.dumps({"message": message, "refused": refused}))
     raise RanksError(message, "nodes", refused)
 
 
 def _appears(store: BoundedStore, key: str, seconds: float) -> bool:
-    """Wait for a key. Raises `RanksError` if a node has refused."""
+    """Wait until the store has `key`; return False if it has not after `seconds`. Raises `RanksError` on a refusal."""
     ends = time.monotonic() + seconds
     while not store.check([key]):
         if store.check(["refusal"]):
@@ -221,6 +226,6 @@ def _appears(store: BoundedStore, key: str, seconds: float) -> bool:
 
 
 def _wait(store: BoundedStore, stem: str, count: int, seconds: float) -> list[int]:
-    """Wait until each node's `stem/NODE` is there. Returns the nodes whose entry is missing at the end."""
+    """Wait until the store has the key `stem/NODE` of each node. Return the nodes whose key is missing at the end."""
     ends = time.monotonic() + seconds
     return [node for node in range(count) if not _appears(store, f"{stem}/{node}", ends - time.monotonic())]

@@ -1,8 +1,8 @@
 """Options of a command as a dataclass, and the words `key=value` that set them, without Hydra and torch.
 
-Counts of tokens can be written 128k, 1M, 1B, 1e6 or 128Ki: k, M, G are powers of 1000, B is a billion, Ki, Mi, Gi are
-powers of 1024. Names are read in any case. `config.load` composes with Hydra; where there is no Hydra, `load_plain`
-reads the same words.
+Counts of tokens can be written 128k, 1M, 1B, 1e6 or 128Ki: k, M and G are powers of 1000, B is a billion, and Ki, Mi
+and Gi are powers of 1024. Names can be written in any case. `config.load` composes options with Hydra; `load_plain`
+reads the same words without Hydra.
 Guarantees: nothing is guessed. A word without a meaning is refused, and the message names the word to write instead.
 The names of engines, transports and dtypes are listed here, because the modules that define them import torch;
 tests/launch/test_options.py compares the lists.
@@ -40,17 +40,18 @@ MOST = 2**50
 
 
 def option(default: Any, about: str, **limits: Any) -> Any:
-    """A field with its help line and its limits: `least`, `most` and `above` (the last exclusive), `choices`.
+    """Declare an option: a dataclass field with the help line `about` and limits.
 
-    A choice that ends in `:N` stands for that name with a number, as double_ring:2. `names`: names that the value can
-    have, among other values. `writes`: the option names a "file" or "picture" that the command writes; it must be
-    possible to. A number that is not finite is refused for every option.
+    The limits are `least`, `most` and `above` (exclusive) for numbers, and `choices`. A choice that ends in `:N` stands
+    for the name with a number, such as double_ring:2. `names` lists special values that are allowed in addition to
+    other values. `writes` is "file", "picture" or "data" if the option names a file that the command writes;
+    `check_limits` then checks that the file can be written. Each option refuses a number that is not finite.
     """
     return field(default=default, metadata={"about": about, **limits})
 
 
 def json_option() -> Any:
-    """The key `json` of a command, see `folders.json_output`."""
+    """Declare the option `json` of a command; see `folders.json_output`."""
     return option("", "file to write the figures into; - for the standard output, with nothing else", writes="data")
 
 
@@ -65,14 +66,14 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]
 
 
 def groups(schema: Any) -> list[str]:
-    """Return the groups of a schema: its nested dataclasses, and those of `GROUPS`, whose files set several keys."""
+    """Return the groups of a schema: its nested dataclasses and its `GROUPS`, whose preset files set several keys."""
     hints = get_type_hints(schema)
     nested = [described.name for described in fields(schema) if is_dataclass(hints[described.name])]
     return [*nested, *getattr(schema, "GROUPS", ())]
 
 
 def presets_of(group: str) -> list[str]:
-    """Return the names that a group can be set to: the files of its folder. Empty if it has no folder."""
+    """Return the presets of a group, which are the files of its folder. The list is empty if it has no folder."""
     folder = resources.files(CONF) / group
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []
 
@@ -98,7 +99,7 @@ def check_limits(config: Any) -> None:
 
 
 def check_choice(key: str, value: Any, limits: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the option has choices, and `value` is not one of them."""
+    """Raise `InputError` if the option has choices and `value` is not one of them."""
     if choices := limits.get("choices"):
         form = re.sub(r":(N|[1-9][0-9]*)$", lambda number: ":" if number[1] == "N" else ":N", str(value))
         if form not in choices:
@@ -119,9 +120,9 @@ def help_text(command: str, purpose: str, *schemas: type) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return the lines of a table of keys, defaults and meanings. On a narrow terminal meanings get their own lines."""
+    """Return the lines of a table of keys, defaults and meanings. If the terminal is narrow, meanings get own lines."""
     width, wide = _help_width(), max(len(key) for key, _, _ in rows)
-    # One long default must not push all meanings to the right.
+    # Limit the column of defaults, so that one long default does not push all meanings to the right.
     middle = min(LONGEST_DEFAULT, max(len(default) for _, default, _ in rows))
     stacked = width - wide - middle - 6 < LEAST_MEANING
     lines = []
@@ -147,15 +148,15 @@ PROSE = re.compile(r"(?![A-Z]\w+: )\S")
 
 
 def _help_width() -> int:
-    """Return the columns of a help text: those of COLUMNS or of the terminal, within limits."""
+    """Return the width of a help text: COLUMNS or the width of the terminal, within limits."""
     return min(MOST_HELP_WIDTH, max(LEAST_HELP_WIDTH, shutil.get_terminal_size((HELP_WIDTH, 24)).columns))
 
 
 def wrapped(text: str) -> list[str]:
     """Return the lines of a text for `--help`, wrapped at the width of the terminal.
 
-    Consecutive lines of prose are joined before. Indented lines, and lines that begin with a label, stay lines; a
-    command in such a line continues after a backslash.
+    Consecutive lines of prose are joined first. An indented line, or a line that begins with a label, is wrapped alone.
+    If it contains a command, each break is marked with a backslash.
     """
     width = _help_width()
     lines: list[str] = []
@@ -171,7 +172,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def _command(line: str, width: int, indent: str) -> list[str]:
-    """Return the lines of a command, each but the last with a backslash at its end."""
+    """Return a command in lines, each except the last with a backslash at its end."""
     if len(line) <= width:
         return [line]
     *first, last = _filled(line, width - 2, indent)
@@ -179,7 +180,7 @@ def _command(line: str, width: int, indent: str) -> list[str]:
 
 
 def _filled(text: str, width: int, indent: str = "") -> list[str]:
-    """Return `text` in lines of at most `width`, those after the first indented. Words are not cut."""
+    """Return `text` in lines of at most `width` columns. All lines except the first are indented; no word is cut."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -203,8 +204,8 @@ KINDS = {int: "a whole number", float: "a number"}
 def load_plain(words: Sequence[str], schema: type[T]) -> T:
     """Return an instance of the dataclass `schema` from its defaults and the words `key=value`, as `config.load` does.
 
-    Its fields are numbers, texts, true or false, lists of whole numbers, or None (`null`). Raises `InputError` that
-    begins with the key.
+    The fields of `schema` can be numbers, texts, booleans, lists of whole numbers, and None (`null`). Raises
+    `InputError`, with the key first, for a wrong word, key or value.
     """
     kinds, values = get_type_hints(schema), {}
     words = spelled(words, schema)
@@ -221,7 +222,7 @@ def load_plain(words: Sequence[str], schema: type[T]) -> T:
 
 
 def _read(key: str, text: str, kind: Any) -> Any:
-    """Read `text` as a value of `kind`. Quotes around it are those that Hydra asks for."""
+    """Parse `text` as a value of `kind`. Quotes around a text are dropped, because Hydra would need them."""
     if type(None) in get_args(kind):
         if text in ("null", "None", ""):
             return None
@@ -243,9 +244,9 @@ def _read(key: str, text: str, kind: Any) -> Any:
 
 
 def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
-    """Return the words as a command with the keys of `schemas` spells them: names as declared, lengths as numbers.
+    """Return the words in the spelling of a command with the keys of `schemas`: names as declared, lengths as numbers.
 
-    Words that are not `key=value` are left alone. Raises `InputError` for a key that has another name here.
+    Words that are not `key=value` are unchanged. Raises `InputError` for a key that has another name in this command.
     """
     names: dict[str, Sequence[str]] = {group: presets_of(group) for schema in schemas for group in groups(schema)}
     for schema in schemas:
@@ -273,7 +274,7 @@ def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
 
 
 def _declared(name: str, known: Sequence[str]) -> str:
-    """Return `name`, whatever its case, as it is declared among the names `known`."""
+    """Return `name` in the spelling that `known` declares, whatever its case. An unknown name is unchanged."""
     word, colon, number = name.partition(":")
     if f"{word.lower()}:N" in known:
         return f"{word.lower()}{colon}{number}"
@@ -282,7 +283,7 @@ def _declared(name: str, known: Sequence[str]) -> str:
 
 
 def no_such_key(key: str, known: Sequence[str]) -> InputError:
-    """Return the error for a key that is not among those known; it names the nearest."""
+    """Return the error for a key that is not among `known`. Its message names the most similar key."""
     last_parts = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = last_parts if len(last_parts) == 1 else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return InputError(f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "; --help lists the keys"))
@@ -300,13 +301,13 @@ COUNTS = ("segment_lengths", "cu_seqlens", "window", "mask")
 
 
 def counts_tokens(key: str) -> bool:
-    """Whether the numbers in the values of this key count tokens."""
+    """Return whether the numbers in the values of this key count tokens."""
     last = key.rpartition(".")[2]
     return "tokens" in last or last in COUNTS
 
 
 def with_lengths(key: str, value: str) -> str:
-    """Return the value of a key that counts tokens, each count in it as a plain number.
+    """Return the value of a key that counts tokens, with each count as a plain number, such as 128000 for 128k.
 
     Raises `InputError` for a count that is not a whole number, and for an unknown unit.
     """
@@ -328,14 +329,14 @@ def with_lengths(key: str, value: str) -> str:
 
 
 def no_length(key: str, value: Any) -> InputError:
-    """Return the error for a value that is not a length, of a key that counts tokens."""
+    """Return the error for a key that counts tokens, if its value is not a length."""
     return InputError(f"{key}={value}: is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B")
 
 
 def notes_on(words: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each key that is given several times, and for each count with a unit what it comes to.
+    """Yield a note for each key that is given several times, and one for each count with a unit that states its value.
 
-    `tokens=128k is 128,000 tokens (128Ki: 131,072)`.
+    For example: `tokens=128k is 128,000 tokens (128Ki: 131,072)`.
     """
     pairs = [match for word in words if (match := WORD.fullmatch(word))]
     keys, last = [match[2] for match in pairs], {match[2]: match for match in pairs}
@@ -381,7 +382,7 @@ EXTRAS = {
 def no_option(words: Sequence[str], index: int, known: Collection[str], otherwise: str = PLAIN) -> InputError:
     """Return the error for the word at `index`, which is not `key=value`. `known`: the command's keys and groups.
 
-    `otherwise`: the advice if nothing better is known.
+    `otherwise`: the advice of the message if the likely mistake is unknown.
     """
     word, after = words[index], words[index + 1] if index + 1 < len(words) else ""
     name, equals, value = word.partition("=")
@@ -407,7 +408,7 @@ def no_option(words: Sequence[str], index: int, known: Collection[str], otherwis
 
 
 def advice(error: ModuleNotFoundError) -> str | None:
-    """Return what to install for the package that `error` names; None if no extra installs it."""
+    """Return a message that names the extra to install for the missing package; None if no extra installs it."""
     package = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(package)
     return extra and f"needs {package}, which is not installed: pip install 'ringattn[{extra}]'"

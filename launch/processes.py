@@ -1,10 +1,10 @@
 """The processes of the ranks that one launcher started: how they run, how they end, and why a job failed.
 
-Each rank leads a session and a process group, so Ctrl-C reaches the launcher alone. A process that ended is not reaped
-before its whole group was killed: until then neither id can belong to another process.
-Guarantees: no process of a rank is left. The rank that failed first is named, not a rank that only lost a peer; what
-happened after the launcher's first signal does not count. `end_with_parent` ends a rank within `PARENT_LOOK_S` of its
-launcher, at once on Linux, also after SIGKILL.
+Each rank leads a session and a process group, so only the launcher receives Ctrl-C. A process that has ended is reaped
+only after its whole group was killed: until then its process id and group id cannot be reused.
+Guarantees: no process of a rank is left. The error names the rank that failed first, not a rank that only lost a peer.
+Failures after the launcher's first signal do not count. `end_with_parent` ends a rank when its launcher has ended, even
+by SIGKILL: immediately on Linux, else within `PARENT_LOOK_S`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SOON_S = 0.5
 
 
 class RankProcesses:
-    """A context manager; at its end no process of any rank's group runs."""
+    """The processes of the ranks on this machine, as a context manager. Its exit ends all processes of their groups."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` receives `output-RANK.txt`, empty for rank 0, and `errors-RANK.txt`."""
+        """Start nothing yet. `folder` will hold `output-RANK.txt` (empty for rank 0) and `errors-RANK.txt`."""
         self._folder = folder
         self._all: list[subprocess.Popen[bytes]] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -63,7 +63,10 @@ class RankProcesses:
         self._running[rank] = process
 
     def finish(self, limit_s: float | None) -> bool:
-        """Wait until all have ended. After the first failure the others have `REPORT_S`. False if `limit_s` passed."""
+        """Wait until all ranks have ended; return False if `limit_s` passed before.
+
+        After the first failure, the other ranks have `REPORT_S` to end.
+        """
         ends = None if limit_s is None else time.monotonic() + limit_s
         while self._look():
             if self.exits:
@@ -99,7 +102,7 @@ class RankProcesses:
             time.sleep(LOOK_S)
 
     def _look(self) -> bool:
-        """Note which ranks have ended, without reaping them. Returns whether any still runs."""
+        """Record which ranks have ended, without reaping them. Return whether any rank still runs."""
         lived_s, self._looked_s = self._looked_s, time.time()
         for rank, process in list(self._running.items()):
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -129,8 +132,8 @@ REMEDIES: dict[int, str] = {
 
 
 class Exit(NamedTuple):
-    """How the process of a rank ended. `code`: as `subprocess` has it, -N for signal N. `lived_s`: when it was last
-    seen alive, in seconds of `time.time`."""
+    """The end of a rank's process. `code` is as in `subprocess`: -N for signal N. `lived_s` is the time, in seconds of
+    `time.time`, at which the process was last seen alive."""
 
     rank: int
     code: int
@@ -138,12 +141,12 @@ class Exit(NamedTuple):
 
 
 class RanksError(RingError):
-    """The processes of a job failed or did not end in time. The message names the rank.
+    """The error if the processes of a job failed or did not end in time. The message names the rank.
 
-    It ends in the traceback only of an error that does not explain itself, see `ringattn.launch.worker`.
+    The message includes a traceback only if the rank's error does not explain itself; see `ringattn.launch.worker`.
 
-    `kind`: the name of the first rank's error; "timeout", "killed", "exit" or "nodes" where no rank could report.
-    `refused`: whether a rank refused its input, so that the same will fail again.
+    `kind`: the class name of the first error; or "timeout", "killed", "exit" or "nodes" if no rank reported an error.
+    `refused`: whether a rank refused its input, so that the same command would fail again.
     """
 
     def __init__(self, message: str, kind: str = "exit", refused: bool = False) -> None:
@@ -152,10 +155,11 @@ class RanksError(RingError):
 
 
 def root_cause(folder: Path, exits: Sequence[Exit]) -> RanksError:
-    """The first failure: of the reports `folder`/failure-RANK.json and of `exits`, the ranks that ended with an error.
+    """Return the error of the failure that happened first.
 
-    The earliest error that is no consequence of another rank's, or the earliest death by a signal. A `DeadlineError`
-    from before that death wins over it: the ring has then named the silent rank already.
+    The failures are the reports `folder`/failure-RANK.json and `exits`, the ranks that ended with an error. The cause
+    is the earliest error that is not a consequence of another rank's failure, or the earliest death by a signal. An
+    earlier `DeadlineError` takes precedence over a death, because it already names the rank that did not respond.
     """
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("failure-*.json")]
     reports.sort(key=lambda report: report["time_s"])
@@ -193,7 +197,7 @@ def _reported(report: dict[str, Any]) -> RanksError:
 
 
 def _tail(folder: Path, rank: int) -> str:
-    """The last lines that a rank wrote to standard error, where a crash leaves its only words."""
+    """Return the last lines that a rank wrote to standard error. After a crash they are the only message."""
     lines = (folder / f"errors-{rank}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     return "".join(f"\n{line}" for line in lines[-TAIL_LINES:])
 
@@ -208,7 +212,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Send this process the signal `number` when the process `parent`, which started it, has ended, or if it has."""
+    """Arrange that this process receives the signal `number` when `parent`, which started it, ends or has ended."""
     if not _asked_the_kernel(number):
         threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
     if os.getppid() != parent:  # it ended before the kernel knew what to do
@@ -216,7 +220,7 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def _asked_the_kernel(number: int) -> bool:
-    """Whether the kernel will send the signal; only Linux can."""
+    """Ask the kernel to send the signal, and return whether it will. Only Linux can."""
     try:
         return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) == 0
     except (OSError, AttributeError):

@@ -1,8 +1,8 @@
-"""Starts the ranks of one job as processes of this machine, and ends them whatever happens.
+"""Start the ranks of one job as processes of this machine, and end them whatever happens.
 
-Each process has its own share of the cores. Guarantees: results by rank, or one error that names the rank that failed
-first; no process is left behind after an error, a limit, Ctrl-C, SIGTERM or SIGKILL of this process; the ranks of one
-machine alone listen on loopback only.
+Each process has its own share of the cores. Guarantees: the caller gets the results by rank, or one error that names
+the rank that failed first. No process is left behind after an error, a time limit, Ctrl-C, SIGTERM or SIGKILL of this
+process. If the job has a single machine, its ranks listen only on loopback.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ JOB = "job.json"
 
 
 class Place(NamedTuple):
-    """Where this process stands among the processes that torchrun started."""
+    """The rank of this process among the processes that torchrun started, and their number."""
 
     rank: int
     world_size: int
 
 
 def place_in_torchrun() -> Place | None:
-    """This process's place if it was started by torchrun (`RANK` and `WORLD_SIZE` are set), else None."""
+    """Return rank and world size if torchrun started this process (`RANK` and `WORLD_SIZE` are set), else None."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     return None
 
 
 def restarts_of_torchrun() -> int:
-    """How often torchrun has started these ranks again; 0 without it."""
+    """Return how often torchrun has restarted these ranks; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def torchrun_job() -> str | None:
-    """The torchrun that started this process, by a name that its restarts share and no other has; None without one.
+    """Return a name of the torchrun that started this process; None without torchrun.
 
-    torchrun's own run id is "none" for many jobs, and a process id is taken again.
+    The name is the same after each restart by this torchrun, and no other torchrun has it. It contains the boot id and
+    the start time of torchrun's process, because torchrun's own run id is "none" for many jobs and process ids are
+    reused.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -63,9 +65,9 @@ def torchrun_job() -> str | None:
 
 
 def agreed_ranks(asked: int | None, key: str = "ranks") -> int:
-    """How many ranks there will be: torchrun's world size, else `asked`, else 1.
+    """Return the number of ranks: torchrun's world size if torchrun started this process, else `asked`, else 1.
 
-    Raises `InputError`, with the key first, if torchrun started another number of ranks than was asked for.
+    Raises `InputError`, with the key first, if torchrun started a number of ranks other than `asked`.
     """
     place = place_in_torchrun()
     if place is None:
@@ -76,12 +78,12 @@ def agreed_ranks(asked: int | None, key: str = "ranks") -> int:
 
 
 def threads_for(ranks: int) -> int:
-    """Intra-op threads of one rank: an equal share of the cores this process may use, at least 1."""
+    """Return the intra-op threads of one rank: an equal share of the cores that this process may use, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def torchrun_command(ranks: int, nodes: Nodes = ALONE) -> list[str]:
-    """The command that starts torchrun for `ranks` processes of this machine; append the program that they run."""
+    """Return the command that starts torchrun for `ranks` processes of this machine. Append the program to run."""
     if nodes.endpoint:
         meeting_place = [
             *(f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}", "--rdzv-backend=static"),
@@ -103,11 +105,11 @@ def run_ranks_in_processes(
 ) -> list[dict[str, Any]]:
     """Call `entry` ("module:function") with `spec` in each of `ranks` new processes; return their answers by rank.
 
-    With `nodes`, other machines do the same at the same time, and the answers are those of this machine's ranks.
-    `spec` and the answers are JSON. The processes have torchrun's environment, so `ringattn.Ring()` there joins them;
-    rank 0 prints to this process's standard output. `threads_per_rank`: see `threads_for` for None.
-    Raises `RanksError` if a rank fails, or after `limit_s`, which the option `limit_key` sets; nothing of the job runs
-    on after that.
+    With several `nodes`, each machine makes the same call at the same time and gets the answers of its own ranks.
+    `spec` and the answers are JSON. The processes have torchrun's environment variables, so `ringattn.Ring()` in them
+    joins all ranks. Rank 0 prints to this process's standard output. If `threads_per_rank` is None, `threads_for`
+    chooses it. Raises `RanksError` if a rank fails, or if the ranks have not ended after `limit_s`; the message names
+    `limit_key` as the option to raise. In both cases all processes of this machine's ranks are ended first.
     """
     first = nodes.rank * ranks
     with _job_folder(entry, spec) as folder, _terminated_like_interrupted():
@@ -132,7 +134,10 @@ def run_ranks_in_processes(
 
 @contextmanager
 def _job_folder(entry: str, spec: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a new folder that holds the job's description; it is removed at the end. Raises `RanksError`."""
+    """Yield a new folder with the job's description, and remove it at the end of the block.
+
+    Raises `RanksError` if the folder cannot be written.
+    """
     try:
         folder = tempfile.TemporaryDirectory(prefix="ringattn-")
         (Path(folder.name) / JOB).write_text(json.dumps({"entry": entry, "spec": spec}), encoding="utf-8")
@@ -146,8 +151,11 @@ def _job_folder(entry: str, spec: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _environment(met: Meeting, ranks: int, nodes: Nodes, threads: int) -> dict[str, str]:
-    """This process's environment for the ranks, which find the same packages, share the cores, and are all clients of
-    the launcher's store. Ranks of one machine alone use loopback, unless the user has chosen an interface."""
+    """Return the environment variables of the ranks: those of this process, with torchrun's variables added.
+
+    The ranks find the same packages, share the cores, and connect to the launcher's store as clients. If the job has a
+    single machine, they use loopback, unless the user has chosen an interface.
+    """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     alone = {} if nodes.endpoint else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {
@@ -170,7 +178,7 @@ def _environment(met: Meeting, ranks: int, nodes: Nodes, threads: int) -> dict[s
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that it cleans up what Ctrl-C cleans up."""
+    """Let SIGTERM raise SystemExit within the block, so that the same cleanup runs as after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

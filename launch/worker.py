@@ -1,6 +1,6 @@
-"""One rank's process, started by `ringattn.launch.ranks`: `python -m ringattn.launch.worker JOB.json`.
+"""The process of one rank, started by `ringattn.launch.ranks`: `python -m ringattn.launch.worker JOB.json`.
 
-Calls the job's entry and leaves the answer, or the error, as a file.
+It calls the job's entry function, and writes the answer or the error to a file in the job's folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringattn.observe.files import full_disk, write_file
 
 
 def main(job: Path) -> int:
-    """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
+    """Run the job described by the file `job` as the rank that the environment names. Return the exit code."""
     end_with_parent(int(os.environ[LAUNCHER]))
     rank, folder = int(os.environ["RANK"]), job.parent
     described: dict[str, Any] = json.loads(job.read_text(encoding="utf-8"))
@@ -29,7 +29,7 @@ def main(job: Path) -> int:
         answer = getattr(importlib.import_module(module), function)(described["spec"])
     except BaseException as error:  # torch's own errors of checkpoints are no Exceptions
         shortage = full_disk(error)
-        # The message of an error of ringattn, and of a full disk, says all that the user needs.
+        # For an error of ringattn or a full disk, the message suffices. Other errors also need their traceback.
         is_explained = isinstance(error, RingError) or shortage is not None
         failure = {
             "rank": rank,
