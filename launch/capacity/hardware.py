@@ -32,7 +32,7 @@ class Reached:
 
 
 def reached(products: float, source: str, cluster: Cluster) -> Reached:
-    """Return the rates of `products` and, for attention and links, those of the planner's cluster."""
+    """Return the reached rates: `products` for matrix products, and those of `cluster` for attention and links."""
     return Reached(
         products, cluster.flops, cluster.backward_flops or cluster.flops, cluster.bandwidth,
         cluster.node_bandwidth or cluster.bandwidth, cluster.ranks_per_node or 8,
@@ -55,9 +55,9 @@ ASSUMED = f"{SHARE:.0%} of peak, as on an H100; attention 73 and 63 % of it, as 
 class Hardware:
     """One accelerator.
 
-    `flops` is the dense peak in bf16, or in fp32 if `bf16` is False. `link_bytes_s` connects two accelerators of a
-    machine and `host_bytes_s` the accelerator to host memory, both one way. `start` holds the settings of
-    `ringattn plan` that are recommended for it, and `why` the reason.
+    `flops` is the dense peak in bf16, or in fp32 if `bf16` is False. `link_bytes_s` is the one-way rate between two
+    accelerators of a machine, and `host_bytes_s` the one-way rate between the accelerator and host memory. `start`
+    holds the settings of `ringattn plan` that are recommended for it, and `why` is the reason.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Hardware:
         )
 
     def with_peak(self, flops: float) -> Hardware:
-        """Return the accelerator with another peak, of which kernels reach the same share."""
+        """Return the accelerator with the peak `flops`. Kernels reach the same share of it as of the present peak."""
         factor, rates = flops / self.flops, self.measured
         if rates is not None:
             rates = replace(rates, products=rates.products * factor, attention_forward=rates.attention_forward * factor,
@@ -88,7 +88,7 @@ class Hardware:
         return replace(self, flops=flops, measured=rates)
 
     def with_link(self, bytes_s: float) -> Hardware:
-        """Return the accelerator with other links within a machine, whose full rate is reached."""
+        """Return the accelerator with links of `bytes_s` within a machine. Messages are assumed to reach this rate."""
         rates = None if self.measured is None else replace(self.measured, link_bytes_s=bytes_s)
         return replace(self, link_bytes_s=bytes_s, measured=rates)
 

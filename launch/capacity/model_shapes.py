@@ -1,4 +1,4 @@
-"""Shapes of decoder-only transformers, by name and in numbers, and the share of a model that a rank has.
+"""Shapes of decoder-only transformers: presets by name, their numbers of parameters, and a rank's share of a model.
 
 Guarantees: the parameters of a shape are those of its matrices and vectors, each listed once. Without tensor and
 pipeline parallelism the share is the whole model, to the last parameter.
@@ -31,12 +31,12 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model: `width` of the residual stream, `ffn` inside the feed-forward, `vocabulary` in tokens.
+    """The shape of a model: `width` of the residual stream, `ffn` of the feed-forward, `vocabulary` in tokens.
 
-    `head_size` is the elements of one head, or 0 for width / heads. With `experts`, a router sends each token to
-    `experts_per_token` feed-forwards of width `ffn`; all tokens also pass the `shared_experts`. With 0 experts there is
-    one feed-forward. Positions have no parameters (rotary), because a learned table would limit the length of a
-    sequence. Raises `InputError` if sizes contradict each other.
+    `head_size` is the number of elements of one head; 0 stands for width / heads. With `experts`, a router sends each
+    token to `experts_per_token` feed-forwards of width `ffn`, and each token also passes through the `shared_experts`.
+    With 0 experts there is one feed-forward. Positions are rotary and have no parameters, because a learned table
+    would limit the length of a sequence. Raises `InputError` if sizes contradict each other.
     """
 
     layers: int
@@ -76,27 +76,27 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Return the elements of one head."""
+        """Return the number of elements of one head."""
         return self.head_size or self.width // self.heads
 
     @property
     def query_width(self) -> int:
-        """Return the elements of the queries of one token; the outputs of attention have the same number."""
+        """Return the number of elements of one token's queries. The outputs of attention have the same number."""
         return self.heads * self.head_dim
 
     @property
     def feeds(self) -> int:
-        """Return the number of feed-forwards that a token passes in a layer."""
+        """Return the number of feed-forwards that process a token in a layer."""
         return self.experts_per_token + self.shared_experts if self.experts else 1
 
     @property
     def kv_width(self) -> int:
-        """Return the elements of the keys of one token; its values have the same number."""
+        """Return the number of elements of one token's keys. Its values have the same number."""
         return self.kv_heads * self.head_dim
 
     @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """Return the matrices of one layer's attention: of Q, K and V, and of the output."""
+        """Return the matrices of one layer's attention: the projection to Q, K and V, and the output projection."""
         return Matrix(self.query_width + 2 * self.kv_width, self.width), Matrix(self.width, self.query_width)
 
     def feed_matrices(self, copies: int) -> tuple[Matrix, ...]:
@@ -113,30 +113,30 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Return the parameters of one layer's matrices that a token is multiplied with."""
+        """Return the number of parameters of one layer's matrices that one token is multiplied with."""
         idle = self.feed_matrices(self.experts - self.experts_per_token) if self.experts else ()
         return sum(matrix.parameters for matrix in self.layer_matrices) - sum(matrix.parameters for matrix in idle)
 
     @property
     def layer_vectors(self) -> int:
-        """Return the elements of the norms and biases of one layer."""
+        """Return the number of parameters of the norms and biases of one layer."""
         if self.block == "swiglu":
             return 2 * self.width
         return 4 * self.width + (self.query_width + 2 * self.kv_width) + self.width + self.ffn + self.width
 
     @property
     def layer_parameters(self) -> int:
-        """Return the parameters of one layer."""
+        """Return the number of parameters of one layer."""
         return sum(matrix.parameters for matrix in self.layer_matrices) + self.layer_vectors
 
     @property
     def table_parameters(self) -> int:
-        """Return the parameters of the embedding, and of the output matrix if it is not tied to it."""
+        """Return the number of parameters of the embedding, and of the output matrix unless the two are tied."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     @property
     def head_parameters(self) -> int:
-        """Return the parameters outside the layers: the tables and the last norm."""
+        """Return the number of parameters outside the layers: the embedding, the output matrix and the last norm."""
         return self.table_parameters + self.width * (1 if self.block == "swiglu" else 2)
 
     @property
@@ -146,13 +146,13 @@ class ModelShape:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Return all weight matrices."""
+        """Return the weight matrices of the whole model."""
         tables = Matrix(self.vocabulary, self.width, 1 if self.tied else 2)
         return (tables, *(matrix._replace(copies=matrix.copies * self.layers) for matrix in self.layer_matrices))
 
 
 def _gpt(layers: int, width: int, heads: int) -> ModelShape:
-    """Return a GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1) with GPT-2's 50257 tokens, tied."""
+    """Return a GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1), tied, with GPT-2's 50257 tokens."""
     return ModelShape(layers, width, heads, heads, 4 * width, 50257, True, "gelu")
 
 
@@ -182,14 +182,14 @@ def model_shape(name: str) -> ModelShape:
     return PRESETS[one_of(name, PRESETS, "preset")]
 
 
-# --- shares of a rank -------------------------------------------------------------------------------------------------
+# --- the share of one rank --------------------------------------------------------------------------------------------
 
 
 class Share(NamedTuple):
     """The part of a model on one rank.
 
-    `layers` counts the layers of its stage, `layer` the parameters of each, and `head` those of the embedding, the last
-    norm and the output.
+    `layers` is the number of layers of the rank's pipeline stage, `layer` the number of parameters of each, and `head`
+    the number of parameters of the embedding, the last norm and the output matrix.
     """
 
     layers: int
@@ -198,14 +198,15 @@ class Share(NamedTuple):
 
     @property
     def parameters(self) -> float:
-        """Return the number of all parameters."""
+        """Return the number of parameters of the rank."""
         return self.layers * self.layer + self.head
 
 
 def share_of(shape: ModelShape, tensor_ranks: int = 1, pipeline_ranks: int = 1) -> Share:
-    """Return the largest share of a rank.
+    """Return the share of the rank that has the most parameters.
 
-    Each matrix is sharded over `tensor_ranks`, and vectors are whole. The first and the last stage have one table each.
+    Each matrix is sharded over `tensor_ranks`, and each tensor rank has all vectors. If there are several pipeline
+    stages, the first has the embedding and the last has the output matrix.
     """
     vectors = shape.layer_vectors
     layer = (shape.layer_parameters - vectors) / tensor_ranks + vectors
@@ -217,9 +218,9 @@ def share_of(shape: ModelShape, tensor_ranks: int = 1, pipeline_ranks: int = 1) 
 
 
 class InFlight(NamedTuple):
-    """Micro batches whose activations are kept until their backward, on the first and on the last pipeline rank.
+    """The number of micro batches whose activations the first and the last pipeline rank keep for backward.
 
-    A micro batch counts 1 if all stages of the rank keep it.
+    A micro batch counts as 1 if all stages of the rank keep its activations, and as a fraction if some of them do.
     """
 
     first: float
@@ -229,8 +230,8 @@ class InFlight(NamedTuple):
 def in_flight(pipeline_ranks: int, chunks: int, micro_batches: int) -> InFlight:
     """Return the micro batches in flight under 1F1B, interleaved if `chunks` > 1 (arXiv:2104.04473, section 2.2).
 
-    Before its first backward, rank r runs ranks - 1 - r micro batches, or 2 (ranks - 1 - r) + (chunks - 1) ranks chunks
-    if interleaved, and then one more.
+    Before its first backward, rank r runs the forward of ranks - 1 - r micro batches and then of one more. If the
+    schedule is interleaved, it runs 2 (ranks - 1 - r) + (chunks - 1) ranks forwards of one stage and then one more.
     """
     if pipeline_ranks == 1:
         return InFlight(1, 1)

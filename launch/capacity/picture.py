@@ -1,4 +1,4 @@
-"""The picture of `ringattn plan`: what each rank holds, by component, against the accelerator's memory."""
+"""The picture of `ringattn plan`: the memory of one rank by component, compared with the accelerator's memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_capacity(figures: dict[str, Any], path: str | Path) -> None:
 
 
 def capacity_figure(figures: dict[str, Any]) -> Figure:
-    """Return the picture: a bar as given, one after all steps, and a line at the accelerator's memory."""
+    """Return the picture: a bar for the run, a bar with all suggested settings, a line at the accelerator's memory."""
     bars = {"as given": figures["bytes_by_component"]}
     if figures["steps"]:
         bars["after the steps"] = figures["after_steps"]["bytes_by_component"]
@@ -80,7 +80,7 @@ def capacity_figure(figures: dict[str, Any]) -> Figure:
     what = f"{figures['model']['name']} on {figures['hardware']['name']}"
     figure.suptitle(f"{what}: {run['tokens']:,} tokens over a ring of {run['ranks']:,}", color=INK, fontsize=11)
     figure.legend(loc="outside lower center", ncols=min(len(names), COLUMNS), frameon=False, fontsize=8.5)
-    # Values are placed last, because their room depends on the layout.
+    # Write the values last, because the space for them depends on the layout of the figure.
     figure.canvas.draw()
     figure.set_layout_engine("none")
     for row, (segments, total) in enumerate(zip(rows, totals, strict=True)):
@@ -90,7 +90,7 @@ def capacity_figure(figures: dict[str, Any]) -> Figure:
 
 
 def _write_total(ax: Axes, row: int, total: float, limit: float) -> None:
-    """Write the total after the bar, or after the line of the memory if the text would overlap it."""
+    """Write the total to the right of the bar, or to the right of the memory line if the text would cover the line."""
     text = ax.text(total, row, f"{total:,.1f} GiB", fontsize=10, color=INK, va="center")
     pad, width = _gib(ax, PAD), _gib_width(ax, text)
     start = total + pad
@@ -98,7 +98,7 @@ def _write_total(ax: Axes, row: int, total: float, limit: float) -> None:
 
 
 def _write_values(ax: Axes, row: int, segments: Sequence[Segment]) -> None:
-    """Write the GiB of each segment: inside if there is room, else above the bar with a line to the segment."""
+    """Write the GiB of each segment: inside it if the text fits, else above the bar with a line to the segment."""
     pad, outside = _gib(ax, PAD), []
     for segment in segments:
         middle = segment.left + segment.width / 2
@@ -115,9 +115,10 @@ def _write_values(ax: Axes, row: int, segments: Sequence[Segment]) -> None:
 
 
 def spread(middles: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """Return centers for labels of these widths: in order, without overlap, near their middles, and not below 0.
+    """Return the center of each label: near the middle of its segment, in order, without overlap, and not below 0.
 
-    Labels that would overlap form a group, whose members stand side by side around the mean of their middles.
+    `middles` are those of the segments, and `widths` are those of the labels. Labels that would overlap form a group,
+    whose members are placed side by side around the mean of their segments' middles.
     """
     groups: list[tuple[list[int], float, float]] = []  # members, where the group begins, its width
     for index, (middle, width) in enumerate(zip(middles, widths, strict=True)):
@@ -140,7 +141,7 @@ def _digits(gib: float) -> str:
 
 
 def _gib(ax: Axes, points: float) -> float:
-    """Return the length of `points` on the axis, in GiB."""
+    """Return the GiB on the axis that correspond to a length of `points` in the picture."""
     pixels_per_gib = ax.transData.transform((1, 0))[0] - ax.transData.transform((0, 0))[0]
     return float(points / 72 * ax.figure.dpi / pixels_per_gib)
 

@@ -1,11 +1,11 @@
 """`ringattn plan`: estimate training memory per rank and the time of a step, and suggest savings.
 
-Nothing is run. The formulas are in `ringattn.launch.capacity.training_bytes`; the buffers of attention are those of the
-real plan.
+Nothing is run. The formulas are in `ringattn.launch.capacity.training_bytes`. The sizes of attention's buffers are
+those of the plan that would run.
 
-`step_seconds` is a lower bound of the arithmetic at the accelerator's published peak. It adds every transfer that a
-setting causes in full, as if nothing overlapped, so the factor between two runs overstates the cost of transfers.
-`estimate` uses the rates that kernels reach, and hides transfers behind arithmetic where possible.
+`step_seconds` adds the arithmetic at the accelerator's published peak and, as if nothing overlapped, every transfer
+that a setting causes. The ratio of two runs therefore overstates the cost of transfers. `estimate` uses the rates that
+kernels reach, and hides transfers behind arithmetic where possible.
 
 Guarantees: closed forms with their source; no constant is fitted to a published step; the longest length fits, and one
 more token per rank does not; the cheapest settings are suggested first.
@@ -50,7 +50,7 @@ Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
 
 @dataclass
 class PlannedCall:
-    """The model, the accelerator and the call, which are the first keys of the help. Sizes are of whole sequences."""
+    """The model, the accelerator and the call: the first keys of the help. Sizes are those of the whole sequence."""
 
     preset: str = option("1.3B", "model: " + ", ".join(PRESETS), names=tuple(PRESETS))
     hardware: str = option("h100", "accelerator: " + ", ".join(machines.PRESETS), names=tuple(machines.PRESETS))
@@ -89,7 +89,7 @@ class PlanConfig(TrainingSwitches, PlannedCall):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0 if the run fits, 1 if not. Raises `InputError` for bad options."""
+    """Run the command. Return 0 if the run fits, else 1. Raises `InputError` for bad options."""
     if "--help" in argv or "-h" in argv:
         print(help_text("plan", PURPOSE, PlanConfig))
         return 0
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def machine_of(config: PlanConfig) -> Hardware:
-    """Return the accelerator, with the figures that the options override."""
+    """Return the accelerator that `config` names, with the memory, link rate and peak that its options override."""
     machine = machines.hardware(config.hardware)
     if config.memory_gib is not None:
         machine = replace(machine, memory_bytes=int(config.memory_gib * GIB))
@@ -123,7 +123,7 @@ def machine_of(config: PlanConfig) -> Hardware:
 
 
 def shape_of(config: PlanConfig) -> ModelShape:
-    """Return the model, with the sizes that the options override."""
+    """Return the shape of the model that `config` names, with the sizes that its options override."""
     keys = {size.name: "head_dim" if size.name == "head_size" else size.name for size in fields(ModelShape)}
     sizes = {name: getattr(config, key) for name, key in keys.items()}
     if sizes["head_size"] is None and (sizes["width"] or sizes["heads"]):
@@ -225,7 +225,10 @@ def table(config: PlanConfig, machine: Hardware, figures: dict[str, Any]) -> str
 
 
 def _time(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> list[str]:
-    """Return lines with step time, tokens/s and MFU of the run, or if it does not fit, of the run with all savings."""
+    """Return lines with step time, tokens/s and MFU, and with the rates behind them.
+
+    If the run does not fit, they describe the run with all suggested settings.
+    """
     with_savings = not figures["fits"] and figures["steps"]
     step, rates = (figures["after_steps"] if with_savings else figures)["step"], machine.reached
     ranks = run["ranks"] * run["tensor_ranks"] * run["pipeline_ranks"]
@@ -242,7 +245,7 @@ def _time(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> li
 
 
 def _answers(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> list[str]:
-    """Return lines with the longest sequence, the smallest ring, and the settings to turn on first."""
+    """Return lines with the longest sequence, the smallest ring, the bytes per token, and the suggested settings."""
     tokens, token_bytes = run["batch"] * -(-run["tokens"] // run["ranks"]), figures["bytes_per_token"]
     lines = [
         _limits(figures, run["ranks"]),
@@ -289,8 +292,8 @@ each for attention and two of each for the feed-forward (arXiv:2205.05198, secti
 def matrix_flops(run: TrainingSetup) -> float:
     """Return the FLOPs of a rank's matrix products in forward: 2 per parameter and token (arXiv:2001.08361, 2.1).
 
-    They include all layers and the output, which a tied model has too, and only those experts that process a token. The
-    figure is for one micro batch and averages over the stages of a pipeline.
+    They include all layers and the output product, which a tied model computes too. Of the experts, only those that
+    process a token count. The figure is that of one micro batch, averaged over the stages of a pipeline.
     """
     shape = run.model
     products = shape.layers * shape.active_parameters + shape.vocabulary * shape.width
@@ -309,7 +312,7 @@ def _cut(run: TrainingSetup) -> int:
 
 
 class Flops(NamedTuple):
-    """FLOPs of one rank's micro batch, including recomputation: products, attention in forward and in backward."""
+    """FLOPs of one micro batch on one rank, including recomputation: matrix products, and attention by pass."""
 
     products: float
     attention_forward: float
@@ -324,9 +327,9 @@ class Flops(NamedTuple):
 def flops_of(run: TrainingSetup) -> Flops:
     """Return the FLOPs of one micro batch.
 
-    Backward has twice the products and 2.5 times the attention of forward. Recomputation adds, for full and offloaded,
-    one more forward of the layers (Korthikanti et al. 2022, section 5), and for selective the same without attention. A
-    tiled feed-forward is recomputed in any case, and so are the logits of each chunk of the loss.
+    Backward takes twice the FLOPs of forward for matrix products, and 2.5 times for attention. With recompute full or
+    offloaded, backward runs the forward of the layers again (Korthikanti et al. 2022, section 5); with selective, it
+    does so without attention. A tiled feed-forward and the logits of a loss in chunks are always recomputed.
     """
     shape = run.model
     products, attention = matrix_flops(run), attention_flops(run)
@@ -346,7 +349,7 @@ def compute_flops(run: TrainingSetup) -> float:
 
 
 def model_flops(run: TrainingSetup, half: bool = True) -> float:
-    """Return the FLOPs of one rank's step without recomputation: three times the forward of the model.
+    """Return the FLOPs of one rank's step without recomputation: three times those of the model's forward pass.
 
     If `half`, attention counts the pairs that the mask allows. Otherwise it counts all pairs, as in PaLM's formula
     12 layers width length (arXiv:2204.02311, appendix B).
@@ -360,8 +363,8 @@ def model_flops(run: TrainingSetup, half: bool = True) -> float:
 def state_bytes_moved(run: TrainingSetup) -> float:
     """Return the bytes that a rank sends for data parallelism and ZeRO (arXiv:1910.02054, section 7).
 
-    Stages 0 to 2 all-reduce the gradients, or scatter them and gather the weights: twice the parameters. Stage 3
-    gathers the weights twice and scatters the gradients.
+    Stages 0 to 2 all-reduce the gradients, or scatter the gradients and gather the weights, which moves each parameter
+    twice. Stage 3 gathers the weights twice and scatters the gradients.
     """
     if run.degree == 1:
         return 0.0
@@ -371,16 +374,19 @@ def state_bytes_moved(run: TrainingSetup) -> float:
 
 
 def step_seconds(run: TrainingSetup, machine: Hardware) -> float:
-    """Return a lower bound of a step: arithmetic at peak, transfers of the state, and of host memory both ways."""
+    """Return the seconds of a step without overlap.
+
+    They are those of the arithmetic at peak, the transfers of ZeRO, and the transfers from and to host memory.
+    """
     arithmetic = compute_flops(run) / machine.flops
     return arithmetic + state_bytes_moved(run) / machine.link_bytes_s + 2 * host_bytes(run) / machine.host_bytes_s
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by cause; `ring`, `state` and `host` count only what arithmetic does not hide.
+    """Seconds of a step by cause. `ring`, `state` and `host` count only the transfers that arithmetic does not hide.
 
-    `mfu` compares the FLOPs of the model without recomputation, with the allowed pairs of attention, with the peak.
-    `mfu_full` does the same with all pairs.
+    `mfu` is the share of the peak that the model's FLOPs reach, without recomputation and with the pairs that the mask
+    allows. `mfu_full` is the same with all pairs.
     """
 
     products: float
@@ -403,7 +409,7 @@ class StepTime(NamedTuple):
 def ring_bytes(run: TrainingSetup) -> float:
     """Return the bytes that a rank sends for attention per micro batch: K and V in forward; K, V and dK/dV in backward.
 
-    This is an upper bound for all schedules. If attention is recomputed, its forward counts twice.
+    The figure is an upper bound for all schedules. If attention is recomputed, the messages of its forward count twice.
     """
     rows = run.rank_tokens * 2 * run.model.kv_width / run.tensor_ranks
     forward, sums = rows * run.numbers.activation, rows * run.numbers.wide
@@ -425,7 +431,7 @@ def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
 
     Attention hides the transfers of K and V. The arithmetic of the micro batches hides the transfers of the state and
     of host memory. Nothing hides the collectives of tensor parallelism. Neighboring ranks form a tensor parallel group,
-    and these groups form rings; a group larger than a machine uses the network.
+    and these groups form rings. A ring or group that does not fit into one machine uses the network.
     """
     rates, work = machine.reached, flops_of(run)
 
@@ -499,7 +505,11 @@ ORDER: dict[str, tuple[Any, ...]] = {
 
 
 class Advice(NamedTuple):
-    """A suggested setting, the bytes per rank that it saves in addition to those before it, and the time factor."""
+    """A suggested setting and its effect after all settings suggested before it.
+
+    `saves_bytes` is the saving per rank, and `total_bytes` the memory that the rank then needs. `time_factor` is the
+    time of a step with these settings divided by the time without any of them.
+    """
 
     switch: Switch
     saves_bytes: float
@@ -513,7 +523,7 @@ def fits(run: TrainingSetup, memory_bytes: float) -> bool:
 
 
 def longest_tokens(run: TrainingSetup, memory_bytes: float) -> int:
-    """Return the longest sequence that fits on `run.ranks` ranks, a multiple of them; 0 if no length fits."""
+    """Return the tokens of the longest sequence that fits, a multiple of `run.ranks`; 0 if no length fits."""
 
     def length_fits(per_rank: int) -> bool:
         return fits(replace(run, tokens=per_rank * run.ranks), memory_bytes)
@@ -530,7 +540,7 @@ def longest_tokens(run: TrainingSetup, memory_bytes: float) -> int:
 
 
 def bytes_per_token(run: TrainingSetup) -> float:
-    """Return the growth of a rank's peak per token of the rank, from this length to twice this length."""
+    """Return the bytes by which a rank's peak grows per additional token of the rank, if the length is doubled."""
     twice = replace(run, tokens=2 * run.tokens)
     grown = training_bytes(twice).peak.total - training_bytes(run).peak.total
     return grown / (twice.rank_tokens - run.rank_tokens)
@@ -555,9 +565,10 @@ def smallest_ring(run: TrainingSetup, memory_bytes: float) -> int | None:
 
 
 def advice(run: TrainingSetup, machine: Hardware) -> list[Advice]:
-    """Return settings to turn on, one after another, until the run fits: the fewest seconds per saved byte first.
+    """Return settings to turn on, one after another, until the run fits.
 
-    Time factors compare with the run without any of them.
+    The next setting is always that with the fewest additional seconds per saved byte. Time factors compare with the run
+    without any of the settings.
     """
     steps: list[Advice] = []
     before, base = training_bytes(run).peak.total, step_seconds(run, machine)
@@ -579,7 +590,10 @@ def advice(run: TrainingSetup, machine: Hardware) -> list[Advice]:
 
 
 def rounding_saves(run: TrainingSetup) -> dict[str, float]:
-    """Return the bytes that each setting of `ROUNDING` saves alone, as "key=value"; the loss was not measured."""
+    """Return the bytes that each setting of `ROUNDING` saves if it alone is turned on, by its text "key=value".
+
+    The effect of these settings on the loss of this run was not measured.
+    """
     before = training_bytes(run).peak.total
     return {
         f"{switch.key}={switch.value}":
@@ -594,7 +608,11 @@ def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
 
 
 def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
-    """Return whether to try a setting: one that saves more than now, and that keeps the kind of optimizer."""
+    """Return whether to try a setting.
+
+    A setting in `ORDER` must come after the current value, weights on the host need ZeRO 3, and an optimizer in eight
+    bits replaces only AdamW.
+    """
     current = getattr(run, switch.key)
     if switch.value == "parameters" and run.zero_stage < 3:
         return False

@@ -1,16 +1,17 @@
 """Training memory per rank, component by component, for sequences that are sharded over the ranks of a ring.
 
-Activations: bytes per token and layer, by the part of the layer that keeps them for backward. Attention is tiled, so
-scores are not kept. The swiglu block is the model of `ringattn train`, counted tensor by tensor as autograd keeps it.
-The gelu block follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1): 34 bytes times width in 16-bit
-precision, without scores.
+Activations: they are counted in bytes per token and layer, by the part of the layer that keeps them for backward.
+Attention is tiled, so scores are not kept. The swiglu block is the model of `ringattn train`, counted tensor by tensor
+as autograd keeps it. The gelu block follows Korthikanti et al. 2022 (arXiv:2205.05198, section 4.1): 34 bytes times
+width in 16-bit precision, without scores.
 
-Buffers of the attention call: those of the real plan, on the rank that needs the most. They grow with the rows of a
-shard. A long call is therefore planned with a few rows per rank, with all lengths divided by the same factor, and the
-bytes are multiplied by it. This is exact up to the alignment of buffers if the lengths are divisible. A chain longer
-than `MOST_RANKS` needs no more.
+Buffers of the attention call: they are those of the plan that would run, on the rank that needs the most. They grow
+with the rows of a shard. A long call is therefore planned with a few rows per rank and all lengths divided by the same
+factor, and the bytes are multiplied by this factor. The result is exact up to the alignment of buffers if the lengths
+are divisible. A ring of more than `MOST_RANKS` ranks needs no larger buffers than one of `MOST_RANKS`.
 
-Total: a training step reaches its peak at one of a few moments. Each is summed, and the largest counts.
+Total: a training step reaches its peak at one of a few moments. The components of each moment are added, and the
+largest sum is the result.
 
 Guarantees: every figure is a formula of sizes, in a function that gives its source. Sizes are bytes on one rank.
 """
@@ -42,7 +43,7 @@ MASK_BYTES = 1
 
 
 class Precision(NamedTuple):
-    """Bytes of a number in each role.
+    """Bytes of one number of each kind: of a weight, a gradient, an activation and so on.
 
     `wide` is for norms, rotary tables, losses and the accumulators of attention. `master` is the float32 copy of the
     weights that the optimizer keeps. If `cast` is set, the weights of layers are cast on use, and autograd keeps each
@@ -58,7 +59,7 @@ class Precision(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Return the bytes of one number of optimizer state: like the weights it updates, as in `torch.optim`."""
+        """Return the bytes of one number of optimizer state, which has the dtype of the weight, as in `torch.optim`."""
         return max(self.weight, self.master)
 
     @property
@@ -81,8 +82,8 @@ PRECISIONS: dict[str, Precision] = {
 class Kept(NamedTuple):
     """Bytes that one layer keeps per token.
 
-    `floats` counts the activations that can be packed, `packed` the same in eight bits, and `other` all that is never
-    packed.
+    `floats` counts the activations that can be packed in eight bits, `packed` counts them after packing, and `other`
+    counts the tensors that are never packed.
     """
 
     floats: int
@@ -90,18 +91,18 @@ class Kept(NamedTuple):
     other: int = 0
 
     def __add__(self, more: object) -> Kept:
-        """Add part by part."""
+        """Add the bytes of each field."""
         assert isinstance(more, Kept)
         return Kept(*(left + right for left, right in zip(self, more, strict=True)))
 
     @property
     def total(self) -> int:
-        """Return all bytes if nothing is packed."""
+        """Return the sum of bytes if nothing is packed."""
         return self.floats + self.other
 
 
 def rows(precision: Precision, elements: int, copies: int = 1) -> Kept:
-    """Return the bytes of `elements` activations per token; in eight bits, each row also has a wide scale."""
+    """Return the bytes of `copies` rows of `elements` activations. In eight bits, each row also has a wide scale."""
     return Kept(copies * precision.activation * elements, copies * (elements + precision.wide))
 
 
@@ -109,10 +110,10 @@ NOTHING = Kept(0, 0)
 
 
 def normalized(shape: ModelShape, precision: Precision) -> Kept:
-    """Return what the norm of a swiglu model keeps.
+    """Return the bytes that a norm of a swiglu model keeps per token.
 
-    It keeps its input, which two operations save, and the normalized input, both wide, its output, and a wide scalar.
-    Operations that save the same tensor share it. Packed, each of them has a separate copy.
+    Two operations save the norm's input. The norm also keeps the normalized input, its output and a scalar. All are
+    wide except the output. Operations that save the same tensor share it, but if it is packed, each has a copy.
     """
     wide, width = precision.wide, shape.width
     output = rows(precision, width)
@@ -120,7 +121,7 @@ def normalized(shape: ModelShape, precision: Precision) -> Kept:
 
 
 class LayerParts(NamedTuple):
-    """What a layer keeps: before attention (norm, projection), in attention, and after it (feed-forward)."""
+    """Bytes that a layer keeps per token before attention (norm, projection), in it, and after it (feed-forward)."""
 
     before: Kept
     attention: Kept
@@ -128,23 +129,25 @@ class LayerParts(NamedTuple):
 
     @property
     def all(self) -> Kept:
-        """Return what the layer keeps without recomputation."""
+        """Return the bytes that the layer keeps without recomputation."""
         return self.before + self.attention + self.after
 
 
 def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) -> LayerParts:
     """Return the bytes that one layer keeps per token if nothing is recomputed.
 
-    swiglu, as autograd keeps it (a test compares every byte): a norm keeps its input and the normalized input, both
-    wide, and a wide scalar. Each matrix product keeps its input. Rotary tables are computed in every layer. V is a view
-    of the whole projection and keeps it alive, in addition to the rotated Q and K. The feed-forward keeps gate and up,
-    silu(gate), and the product.
+    swiglu, counted as autograd keeps it (a test compares every byte): a norm keeps its input and the normalized input,
+    both wide, and a wide scalar. Each matrix product keeps its input. Rotary tables are computed in every layer. V is a
+    view of the whole projection and keeps it alive, in addition to the rotated Q and K. The feed-forward keeps gate and
+    up, silu(gate), and the product.
 
-    gelu, as in Korthikanti et al.: the inputs of both norms, of all four products and of the gelu; Q, K and V; one byte
-    for each of two dropouts. What attention keeps is never packed (see `SavedActivations`).
+    gelu, counted as in Korthikanti et al.: the layer keeps the inputs of both norms, of all four products and of the
+    gelu; Q, K and V; and one byte per element for each of two dropouts. The tensors that attention keeps are never
+    packed (see `SavedActivations`).
 
-    Experts: one feed-forward for each expert that processes the token, with its copy of the input and its output, which
-    the router weighs (not measured). If `tiled`, norm and feed-forward are recomputed from their input, tile by tile.
+    Experts: the layer keeps one feed-forward for each expert that processes the token, with a copy of the input and
+    with the output that the router weights (not measured). If `tiled`, norm and feed-forward are recomputed from their
+    input, tile by tile.
     """
     item, width = precision.activation, shape.width
     projected = shape.query_width + 2 * shape.kv_width
@@ -171,7 +174,7 @@ from its input (Chen et al. 2016, arXiv:1604.06174). offloaded: full, with the i
 class Stored(NamedTuple):
     """Bytes per token that each layer keeps from its forward to its backward, on the device and on the host.
 
-    `live` is recomputed, for the one layer whose backward runs.
+    `live` counts the activations that are recomputed in backward. Only the layer whose backward runs has them.
     """
 
     device: Kept
@@ -180,10 +183,10 @@ class Stored(NamedTuple):
 
 
 def stored(shape: ModelShape, precision: Precision, recompute: str, tiled: bool = False) -> Stored:
-    """Return what one layer keeps per token under a recomputation policy (see `RECOMPUTE`)."""
+    """Return the bytes that one layer keeps per token under a recomputation policy (see `RECOMPUTE`)."""
     parts, nothing = layer_parts(shape, precision, tiled), NOTHING
     layer_input = rows(precision, shape.width)
-    # The first norm keeps the layer's input itself, unless it widens it.
+    # The first norm keeps the layer's input itself, unless it converts the input to a wider dtype.
     shared = layer_input.floats if shape.block == "swiglu" and precision.activation == precision.wide else 0
     again = parts.all._replace(floats=parts.all.floats - shared)
     match recompute:
@@ -208,9 +211,10 @@ def held_bytes(kept: Kept, saved: str) -> int:
 
 
 def head_kept(shape: ModelShape, precision: Precision) -> Kept:
-    """Return what the last norm and the output product keep per token.
+    """Return the bytes that the last norm and the output product keep per token.
 
-    gelu, in 16 bits: 4 times width (Korthikanti et al., section 4.3, without its 4 bytes a logit, see `logits_bytes`).
+    For gelu in 16 bits they are 4 times width, as in Korthikanti et al., section 4.3. The 4 bytes per logit of that
+    section are counted by `logits_bytes`.
     """
     if shape.block == "swiglu":
         return normalized(shape, precision)
@@ -218,14 +222,15 @@ def head_kept(shape: ModelShape, precision: Precision) -> Kept:
 
 
 def logits_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Return the bytes per token at the loss: wide log-probabilities, their gradient, and that of the logits."""
+    """Return the bytes per token at the loss: log-probabilities, their gradient and the logits' gradient, all wide."""
     return 3 * precision.wide * shape.vocabulary
 
 
 class Moment(NamedTuple):
-    """Transient bytes per token in the backward of a layer, in addition to what the layer keeps.
+    """Transient bytes per token in the backward of a layer, in addition to the bytes that the layer keeps.
 
-    `tile` counts per token of the single tile of the feed-forward that is being recomputed.
+    `feed_forward` and `attention` are the two largest moments, in bytes per token of the rank. `tile` is in bytes per
+    token of the one tile of the feed-forward that is being recomputed.
     """
 
     feed_forward: int
@@ -234,12 +239,13 @@ class Moment(NamedTuple):
 
 
 def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False) -> Moment:
-    """Return the transient bytes at the two largest moments of one layer's backward; the larger counts.
+    """Return the transient bytes at the two largest moments of one layer's backward.
 
-    Feed-forward: the gradients of the product's factors, minus what has been freed, of the residual and of the output.
-    Tiled: the gradients of the input and output of all tokens, and the rest for one tile. Attention: dout and the
-    gradient of the residual; dq, dk and dv in the accumulator's dtype; the results of one block before they are added;
-    the log-sum-exp and delta of each head. What the layer kept after attention has been freed.
+    Feed-forward: the gradients of the product's factors, of the residual and of the output exist. If the feed-forward
+    is tiled, only the gradients of its input and output exist for all tokens, and the others for one tile.
+    Attention: dout and the gradient of the residual exist; dq, dk and dv in the accumulator's dtype; the results of one
+    block before they are added; and the log-sum-exp and delta of each head. The activations that the layer kept after
+    attention have been freed, and are subtracted.
     """
     item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
     inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
@@ -264,7 +270,11 @@ KINDS = ("causal", "full", "window", "dilated")
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """The mask: its kind, the keys before the query of a causal window, and the lengths and rates of dilation."""
+    """The mask: its kind, and its sizes.
+
+    `window_tokens` is the number of keys before the query in a causal window. `segment_lengths` and `dilation_rates`
+    are those of the dilated branches.
+    """
 
     kind: str = "causal"
     window_tokens: int = 0
@@ -282,7 +292,7 @@ class AttentionSetup:
     def pairs(self, length: int) -> float:
         """Return the (query, key) pairs of one head over `length` tokens.
 
-        Dilated and causal: the sum of length * segment / rate ** 2 / 2 over all branches.
+        For dilated branches, which are causal, it is the sum of length * segment / rate ** 2 / 2 over all branches.
         """
         if self.kind == "full":
             return float(length) ** 2
@@ -295,7 +305,7 @@ class AttentionSetup:
         return sum(length * min(segment, length) / rate**2 / 2 for segment, rate in branches)
 
     def scaled(self, cut: float, rows: int) -> AttentionSetup:
-        """Return the mask with all lengths divided by `cut`, for shards of `rows`; shorter segments become shards."""
+        """Return the mask with all lengths divided by `cut`. A segment becomes at least a shard of `rows` long."""
         segments = tuple(max(rows, round(length / cut)) for length in self.segment_lengths)
         window = max(1, round(self.window_tokens / cut)) if self.kind == "window" else 0
         return AttentionSetup(self.kind, window, segments, self.dilation_rates)
@@ -315,7 +325,10 @@ class AttentionSetup:
 
 
 class StagingBytes(NamedTuple):
-    """Bytes of the arena in forward and in backward, bytes that each layer keeps between them, and the route's name."""
+    """Bytes of attention's buffers: of the arena in forward and backward, and those kept by each layer in between.
+
+    `route` is the name of the schedule that was planned.
+    """
 
     forward: float
     backward: float
@@ -324,12 +337,12 @@ class StagingBytes(NamedTuple):
 
     @property
     def arena(self) -> float:
-        """Return the bytes of the arena, which all passes of all layers use one after another."""
+        """Return the bytes of the one arena, which all passes of all layers use in turn."""
         return max(self.forward, self.backward)
 
 
 def staging_bytes(run: TrainingSetup) -> StagingBytes:
-    """Return the bytes of the buffers of one layer's attention, on the rank that needs the most."""
+    """Return the bytes of attention's buffers on the rank that needs the most, for one layer."""
     attention, ranks, shape = run.attention, run.ranks, run.model
     if ranks == 1:
         return StagingBytes(0, 0, 0, "none")
@@ -360,7 +373,7 @@ def _planned(
     dtype: str,
     schedule: str,
 ) -> StagingBytes:
-    """Return the largest arenas of the real plans of all ranks, for a batch of one."""
+    """Plan the call on all ranks, for a batch of one, and return the bytes of the largest buffers."""
     layout = make_layout(attention.layout, length, ranks)
     mask = attention.mask(length, heads, kv_heads)
     problem = Problem(layout, layout, mask, 1, heads, kv_heads, head_dim, head_dim, dtype)
@@ -373,10 +386,10 @@ def _planned(
 def ring_slots_bytes(tokens: int, kv_width: int, dtype: str, causal: bool) -> tuple[int, int]:
     """Return the buffer bytes (forward, backward) of a ring of at least four ranks with `tokens` rows per rank.
 
-    This is a closed form. M is K and V of a shard. Forward has two slots of M: one is read or sent while the other
-    receives. Backward has two slots of M and three of dK/dV (computed, sent, received) in the accumulator's dtype. A
-    causal zigzag sends only the rows that later ranks read, so half of the local shard is packed in addition to the
-    slots: M / 2 more in both passes.
+    This is a closed form. Let M be the bytes of K and V of a shard. Forward has two staging buffers of M: one is read
+    or sent while the other receives. Backward has two buffers of M and three for dK/dV (computed, sent, received) in
+    the accumulator's dtype. A causal zigzag sends only the rows that later ranks read, so it also packs half of the
+    local shard, which takes M / 2 in both passes.
     """
     item = ITEM_BYTES[dtype]
     shard, sums = 2 * tokens * kv_width * item, 2 * tokens * kv_width * max(4, item)
@@ -384,7 +397,7 @@ def ring_slots_bytes(tokens: int, kv_width: int, dtype: str, causal: bool) -> tu
     return 2 * shard + packed, 2 * shard + packed + 3 * sums
 
 
-# --- all of a rank ----------------------------------------------------------------------------------------------------
+# --- the total of one rank --------------------------------------------------------------------------------------------
 
 
 OPTIMIZERS = ("adamw", "adamw8bit", "adam_mini", "lion", "adafactor", "sgd", "sgd_momentum")
@@ -404,7 +417,7 @@ GATHERED_LAYERS = 2
 class TrainingSwitches:
     """The training settings of `ringattn plan`, declared once for the command and the formulas.
 
-    The texts are lines of `ringattn plan --help`.
+    The text of each option is its line in `ringattn plan --help`.
     """
 
     schedule: str = schedule_option()
@@ -433,9 +446,9 @@ class TrainingSetup(TrainingSwitches):
     """One training run: a model, its sequence, and every setting that saves memory.
 
     `ranks` is the size of the ring; tensor and pipeline parallelism multiply the number of accelerators. Each of the
-    `micro_batches` has `batch` sequences. Published hand calculations do not count `transients`. `framework_bytes` is
-    an allowance for the driver, NCCL and the allocator. Raises `InputError`, which begins with the key, if a value is
-    unknown or two values contradict each other.
+    `micro_batches` has `batch` sequences. Set `transients=False` to compare with published hand calculations, which do
+    not count transient tensors. `framework_bytes` is an allowance for the driver, NCCL and the allocator. Raises
+    `InputError`, which begins with the key, if a value is unknown or two values contradict each other.
     """
 
     model: ModelShape
@@ -469,17 +482,17 @@ class TrainingSetup(TrainingSwitches):
 
     @property
     def numbers(self) -> Precision:
-        """Return the bytes of a number in each role."""
+        """Return the bytes of one number of each kind."""
         return PRECISIONS[self.precision]
 
     @property
     def rank_tokens(self) -> int:
-        """Return the tokens of the rank that has the most, in all sequences of the batch."""
+        """Return the number of tokens of the rank that has the most, in all sequences of a micro batch."""
         return self.batch * -(-self.tokens // self.ranks)
 
     @property
     def kept_tokens(self) -> float:
-        """Return the tokens for which a rank keeps activations: sequence parallelism shards them over tensor ranks."""
+        """Return the tokens for which a rank keeps activations. Sequence parallelism shards them over tensor ranks."""
         return self.rank_tokens / self.tensor_ranks
 
     @property
@@ -501,7 +514,8 @@ class TrainingSetup(TrainingSwitches):
 class Breakdown(NamedTuple):
     """Bytes of one rank by component.
 
-    `live_layer` is recomputed or transient in the layer whose backward runs; `attention` is its accumulators.
+    `live_layer` counts the recomputed and transient tensors of the layer whose backward runs, and `attention` the
+    transient tensors of its attention.
     """
 
     parameters: float = 0
@@ -522,9 +536,10 @@ class Breakdown(NamedTuple):
 
 
 class Account(NamedTuple):
-    """The memory of a run: the moment of its peak and the breakdown there, the totals of all moments, and the host's.
+    """The memory of one rank of a run.
 
-    `slots` are the buffers of one attention call.
+    `moment` names the moment of the peak, `peak` is the breakdown at that moment, and `totals` has the sum of each
+    moment. `host_bytes` is host memory, and `slots` describes the buffers of one attention call.
     """
 
     moment: str
@@ -537,21 +552,21 @@ class Account(NamedTuple):
 def parameter_bytes(run: TrainingSetup) -> float:
     """Return the bytes of weights on the device.
 
-    They are whole, or under ZeRO 3 (arXiv:1910.02054, section 5.3) a shard and the gathered layers.
+    A rank has the whole weights, or under ZeRO 3 (arXiv:1910.02054, section 5.3) its shard and the gathered layers.
     """
     share, item, offloaded = run.share, run.numbers.weight, run.offload == "parameters"
     if run.zero_stage < 3 or (run.degree == 1 and not offloaded):
         return share.parameters * item
     shard = 0 if offloaded else share.parameters * item / run.degree
-    # The tables are used first and last, so dropping them in between would gain nothing.
+    # The embedding and the output matrix are used first and last, so dropping them in between would gain nothing.
     return shard + (min(GATHERED_LAYERS, share.layers) * share.layer + share.head) * item
 
 
 def gradient_bytes(run: TrainingSetup) -> float:
     """Return the bytes of all gradients at the end of backward.
 
-    They are whole, or from ZeRO 2 on (section 5.2) a shard and one layer that is not yet scattered. If the optimizer
-    runs on the host, they are copied there as they are computed.
+    A rank has the whole gradients, or from ZeRO 2 on (section 5.2) its shard and one layer that is not yet scattered.
+    If the optimizer runs on the host, gradients are copied to the host as soon as they are computed.
     """
     share, item, offloaded = run.share, run.numbers.gradient, run.offload != "none"
     if run.zero_stage < 2 or (run.degree == 1 and not offloaded):
@@ -561,11 +576,12 @@ def gradient_bytes(run: TrainingSetup) -> float:
 
 
 def optimizer_bytes(run: TrainingSetup) -> float:
-    """Return the bytes of optimizer state and master copy, before offloading: whole, or from ZeRO 1 on a shard.
+    """Return the bytes of optimizer state and master copy of one rank, wherever they are stored.
 
-    See section 5.1. Numbers per weight: AdamW 2; Adam-mini 1 (one second moment a block, arXiv:2406.16793); Lion 1
-    (arXiv:2302.06675); SGD 0, with momentum 1; Adafactor without momentum a row and a column sum for each matrix
-    (arXiv:1804.04235); 8-bit AdamW 2 bytes and two float32 scales for each block of 256 (arXiv:2110.02861).
+    A rank has all of them, or from ZeRO 1 on (arXiv:1910.02054, section 5.1) a shard. AdamW keeps 2 numbers per weight;
+    Adam-mini 1, and one second moment per block (arXiv:2406.16793); Lion 1 (arXiv:2302.06675); SGD 0, or 1 with
+    momentum. Adafactor without momentum keeps a row sum and a column sum of each matrix (arXiv:1804.04235). 8-bit AdamW
+    keeps 2 bytes per weight, and two float32 scales per block of 256 (arXiv:2110.02861).
     """
     shape, numbers = run.model, run.numbers
     count = run.share.parameters
@@ -585,14 +601,14 @@ def optimizer_bytes(run: TrainingSetup) -> float:
 def data_bytes(run: TrainingSetup) -> int:
     """Return the bytes of a rank's tokens, labels and positions.
 
-    With data=whole a rank also has the inputs and labels of whole sequences.
+    If `data` is whole, a rank also has the inputs and labels of the whole sequences.
     """
     shard = 3 * run.rank_tokens * TOKEN_BYTES
     return shard + (2 * run.batch * run.tokens * TOKEN_BYTES if run.data == "whole" else 0)
 
 
 def cast_bytes(run: TrainingSetup) -> float:
-    """Return the bytes of cast weights that autograd keeps: of all layers (of one if recomputed) and the output."""
+    """Return the bytes of cast weights that autograd keeps: the output matrix and all layers, or one if recomputed."""
     if not run.numbers.cast:
         return 0
     shape, layers = run.model, run.share.layers if run.recompute == "none" else 1
@@ -604,10 +620,10 @@ def cast_bytes(run: TrainingSetup) -> float:
 
 
 def activation_bytes(run: TrainingSetup, micro_batches: float = 1) -> float:
-    """Return the bytes that the layers of a stage keep from forward to backward, for `micro_batches` of them."""
+    """Return the bytes that all layers of the rank keep from forward to backward, for `micro_batches` micro batches."""
     kept = stored(run.model, run.numbers, run.recompute, run.is_tiled)
     layer = held_bytes(kept.device, run.saved_activations)
-    # Two of the inputs in host memory are also on the device: one in use, one being copied.
+    # If layer inputs are in host memory, two of them are also on the device: one in use, and one being copied.
     return run.kept_tokens * (micro_batches * run.share.layers * layer + 2 * kept.host.total) + cast_bytes(run)
 
 
@@ -617,9 +633,9 @@ def head_bytes(run: TrainingSetup) -> float:
 
 
 def tile_bytes(run: TrainingSetup) -> float:
-    """Return the bytes of the single tile of a feed-forward that backward recomputes, with its weight gradients.
+    """Return the bytes of the one tile of a feed-forward that backward recomputes, with its weight gradients.
 
-    The sums of the gradients are as wide as an accumulator; the gradients of one tile have the dtype of the weights.
+    The gradients summed over tiles have the accumulator's dtype, and the gradients of one tile that of a gradient.
     """
     if not run.is_tiled:
         return 0
@@ -630,7 +646,7 @@ def tile_bytes(run: TrainingSetup) -> float:
 
 
 def live_bytes(run: TrainingSetup) -> tuple[float, float]:
-    """Return the bytes at the largest moment of a layer's backward: (recomputed and transient, attention's sums)."""
+    """Return the bytes at the largest moment of a layer's backward: (recomputed and feed-forward, attention)."""
     recomputed = stored(run.model, run.numbers, run.recompute, run.is_tiled).live.total * run.kept_tokens
     if not run.transients:
         return recomputed, 0
@@ -643,7 +659,7 @@ def live_bytes(run: TrainingSetup) -> tuple[float, float]:
 
 
 def host_bytes(run: TrainingSetup) -> float:
-    """Return the bytes in host memory per rank: offloaded state, its gradients, weights, layer inputs."""
+    """Return the bytes of a rank in host memory: layer inputs, optimizer state, its gradients, and weights."""
     share, numbers = run.share, run.numbers
     input_bytes = stored(run.model, numbers, run.recompute, run.is_tiled).host.total
     micro_batches = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches).first
@@ -658,9 +674,10 @@ def host_bytes(run: TrainingSetup) -> float:
 def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     """Return the breakdown at each moment of a step that may be its peak.
 
-    loss: all activations, and the tensors of the logits. last layer: the first layer whose backward runs. first layer:
-    the last one, when all gradients exist. reduction: without ZeRO, `Ring.all_reduce` packs the gradients and receives
-    the same number of bytes. update: the optimizer updates one matrix after another, with two temporary ones.
+    loss: all activations and the tensors of the logits exist. last layer: the backward of the last layer runs, which is
+    the first of backward. first layer: the backward of the first layer runs, and all gradients exist. reduction:
+    without ZeRO, `Ring.all_reduce` packs the gradients and receives the same number of bytes. update: the optimizer
+    updates one matrix after another, with two temporary matrices.
     """
     shape, numbers, share = run.model, run.numbers, run.share
     gradients, slots = gradient_bytes(run), staging_bytes(run)
@@ -700,10 +717,10 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
 
 
 def loss_bytes(run: TrainingSetup) -> tuple[float, float]:
-    """Return the bytes at the loss: the tensors of the logits, and what a loss in chunks adds.
+    """Return the bytes of the logits' tensors at the loss, and the additional bytes of a loss in chunks.
 
-    A loss in chunks adds the gradient of all hidden states and that of the output matrix: its sum as wide as an
-    accumulator, and the gradient of one chunk.
+    A loss in chunks also holds the gradient of all hidden states, the gradient of the output matrix summed over chunks
+    in the accumulator's dtype, and the gradient of the output matrix from one chunk.
     """
     shape, numbers, chunk = run.model, run.numbers, run.chunked_loss_tokens
     at_once = min(chunk or run.rank_tokens, run.rank_tokens)
@@ -715,12 +732,12 @@ def loss_bytes(run: TrainingSetup) -> tuple[float, float]:
 
 
 def _largest(shape: ModelShape) -> int:
-    """Return the elements of the largest matrix."""
+    """Return the number of elements of the largest matrix."""
     return max(matrix.rows * matrix.columns for matrix in shape.matrices)
 
 
 def training_bytes(run: TrainingSetup) -> Account:
-    """Return the memory of a rank at the largest moment of the run."""
+    """Return the memory of a rank, with the moment of the run at which it needs the most."""
     breakdowns = moments(run)
     moment = max(breakdowns, key=lambda name: breakdowns[name].total)
     totals = {name: breakdown.total for name, breakdown in breakdowns.items()}
