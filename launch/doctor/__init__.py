@@ -1,1 +1,1 @@
-"""What is wrong: of a machine, and of a run that failed."""
+"""Diagnosis of a machine (`ringattn doctor`) and of a failed run (`ringattn flight`)."""

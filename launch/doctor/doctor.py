@@ -1,11 +1,11 @@
 """`ringattn doctor`: check this machine, its packages and its ranks, and suggest fixes.
 
-It starts two processes that connect, exchange messages and attend; under torchrun all ranks do. They use the transport
-that a ring takes on this machine, or that of the option `transport`, and the findings name it. Each rank measures
-message times and bandwidth, and compares one attention call with a float64 reference.
+It starts two processes that connect, exchange messages and compute attention. Under torchrun, all ranks do so instead.
+They use the transport that a ring would choose on this machine, or that of the option `transport`, and the findings
+name it. Each rank measures message times and bandwidth, and compares one attention call with a float64 reference.
 Guarantees: it ends, with a finding for each fact that it cannot determine. It returns 1 only for a finding of level
 error. A missing or broken package or driver is a fact, not an exception.
-Not covered: the meaning of a fact (`probes`, `network`).
+Not covered: the judgement of facts, which is in `probes` and `network`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def examined(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def examine(ring: Ring) -> dict[str, Any]:
-    """Return this rank's answer: where it is, bytes/s, microseconds, and its largest absolute error."""
+    """Measure on this rank; return its host and device, bandwidth, latency, and largest absolute error of attention."""
     large_s, small_s = (_neighbors_s(ring, nbytes) for nbytes in (LARGE_BYTES, SMALL_BYTES))
     location = ring.locations[ring.rank] if ring.locations else None
     return {
@@ -94,7 +94,10 @@ def examine(ring: Ring) -> dict[str, Any]:
 
 
 def _network(ring: Ring) -> list[dict[str, Any]]:
-    """Return findings about the network of this node on its first rank. Rank 0 reports those of its node separately."""
+    """Return findings about the network of this node if this is its first rank, else an empty list.
+
+    On rank 0 the list is also empty, because `_checked` reports the findings of its node.
+    """
     if ring.links is None or ring.rank == 0 or ring.links.nodes.index(ring.links.nodes[ring.rank]) != ring.rank:
         return []
     findings = network.network(network_facts(), os.environ, nccl_library().version)
@@ -102,7 +105,7 @@ def _network(ring: Ring) -> list[dict[str, Any]]:
 
 
 def _neighbors_s(ring: Ring, nbytes: int) -> float | None:
-    """Return the median seconds in which every rank sends `nbytes` to the next; None for a single rank."""
+    """Return the median seconds of an exchange in which each rank sends `nbytes` to the next; None for one rank."""
     if ring.world_size == 1:
         return None
     after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
@@ -110,7 +113,10 @@ def _neighbors_s(ring: Ring, nbytes: int) -> float | None:
 
 
 def _exchange_s(ring: Ring, nbytes: int, repeats: int, after: int | None, before: int | None) -> float | None:
-    """Return the median seconds of an exchange, which all ranks start together; a rank without peers only waits."""
+    """Return the median seconds of an exchange that all ranks start together.
+
+    A rank without peers takes part only in the barriers, and gets None.
+    """
     transport, times = ring.transport, []
     sent, received = transport.allocate(nbytes), transport.allocate(nbytes)
     for _ in range(1 + repeats):
@@ -126,7 +132,10 @@ def _exchange_s(ring: Ring, nbytes: int, repeats: int, after: int | None, before
 
 
 def _pairs(ring: Ring, large_s: float | None) -> list[dict[str, Any]]:
-    """Measure with ranks of higher number, for each class of link and between neighboring nodes."""
+    """Measure messages between pairs of ranks: for each class of link, and between neighboring nodes.
+
+    The lower rank of a pair returns the figures.
+    """
     if ring.links is None or large_s is None:
         return []
     slowest_s = max(map(float, ring.all_gather_text(repr(large_s))))
@@ -144,10 +153,10 @@ def _pairs(ring: Ring, large_s: float | None) -> list[dict[str, Any]]:
 
 
 def rounds(links: Links) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of ranks that exchange at the same time; a rank is in at most one pair of a round.
+    """Return the pairs of ranks to measure, in rounds. The pairs of a round exchange at the same time.
 
-    First one pair of each node, then one pair for each class of link that only some pairs of a node have, then each
-    node with the next.
+    A rank is in at most one pair of a round. The first round has one pair of each node. Each of the following rounds
+    has one pair for a class of link that is not in the first round. The last two rounds pair each node with the next.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(links.nodes):
@@ -161,7 +170,7 @@ def rounds(links: Links) -> list[list[tuple[int, int]]]:
 
 
 def _parity(ring: Ring) -> float:
-    """Return the largest absolute error of out, dq, dk and dv: float32, causal, zigzag, compared with float64."""
+    """Return the largest absolute error of out, dq, dk and dv of a float32 call compared with float64."""
     generator = torch.Generator().manual_seed(0)
     whole = [
         torch.randn(1, TOKENS, heads, HEAD_DIM, generator=generator).to(ring.device)
@@ -209,7 +218,8 @@ def main(argv: Sequence[str]) -> int:
     silent = place is not None and place.rank != 0
     findings: list[Finding] = []
     system: dict[str, Any] = {}
-    # The checks mostly wait for other programs. Ranks start in the main thread, where an interrupt stops them.
+    # The checks mostly wait for other programs, so they run in a thread. The ranks start in the main thread, which
+    # receives Ctrl-C and ends them.
     with _progress(silent) as say, ThreadPoolExecutor(1) as pool:
         checks = None if silent else pool.submit(_checked, say)
         answers, of_ranks = (_under_torchrun if place else _loopback)(say, config.transport, config.timeout_s)
@@ -236,7 +246,7 @@ def _progress(silent: bool) -> Iterator[Say]:
 
 
 def _checked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
-    """Return all findings that need no other process, and torch's description of the system."""
+    """Return all findings that need no other rank, and torch's description of the system."""
     build = torch.version.cuda
     description: dict[str, Any] = {}
     findings: list[Finding] = []
@@ -275,7 +285,7 @@ def _checked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
 
 
 def _loopback(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Check two processes on this machine."""
+    """Start two ranks on this machine. Return their answers and the findings about them."""
     transport = _transport_of_loopback(transport, torch.cuda.device_count() if torch.cuda.is_available() else 0)
     say(f"two processes connect over {transport_text(transport)}, exchange messages and attend")
     spec = {"transport": transport, "timeout_s": timeout_s}
@@ -290,17 +300,17 @@ def _loopback(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str
 
 def _transport_of_loopback(transport: str, gpus: int) -> str:
     """Return the transport for two processes on a machine with `gpus` devices."""
-    # Auto takes NCCL if there is a GPU, but then each rank needs one.
+    # Auto chooses NCCL if there is a GPU, but NCCL needs a GPU for each rank.
     return "shm" if transport == "auto" and 0 < gpus < LOOPBACK_RANKS else transport
 
 
 def transport_text(transport: str) -> str:
-    """Return the transport for a sentence."""
+    """Return the name of the transport as it appears in a sentence."""
     return "the transport that a ring takes here" if transport == "auto" else transport
 
 
 def _under_torchrun(say: Say, transport: str, timeout_s: float) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Check all ranks that torchrun started; every rank receives all answers."""
+    """Check all ranks that torchrun started. Return the answers of all ranks and the findings about them."""
     say("all ranks connect, exchange messages and attend")
     try:
         with ringattn.Ring(transport=transport, timeout_s=timeout_s) as ring:
@@ -361,7 +371,7 @@ def _print_lines(findings: Sequence[Finding]) -> None:
 
 
 def _console(**options: Any) -> Console | None:
-    """Return a console of rich, or None if rich is not installed, because the doctor needs only torch."""
+    """Return a console of rich, or None without rich, because the doctor must also run with torch alone."""
     try:
         from rich.console import Console
     except ImportError:
@@ -380,18 +390,18 @@ ANCESTORS = ((0, "one board"), (10, "one PCIe switch"), (20, "several PCIe switc
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of packages by name, None for missing ones; cupy under the name of its wheel."""
+    """Return the versions of packages by name; None for a missing package. cupy has the name of its wheel."""
     cupy = next(((name, version) for name in CUPY if (version := installed(name))), ("cupy", None))
     return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}, cupy[0]: cupy[1]}
 
 
 def system() -> dict[str, Any]:
-    """Return what `python -m torch.utils.collect_env` prints, by name. It takes a second or two."""
+    """Return the facts that `python -m torch.utils.collect_env` prints, by name. This takes one or two seconds."""
     return dict(collect_env.get_env_info()._asdict())
 
 
 def nccl_library() -> Nccl:
-    """Return the libnccl of this process, which is loaded if necessary."""
+    """Return path and version of this process's libnccl, after loading it if necessary."""
     try:
         library = load_library()
     except RingError as error:
@@ -408,7 +418,7 @@ def torch_nccl() -> int | None:
 
 
 def nccl_wheels(distributions: Iterable[metadata.Distribution] | None = None) -> list[Wheel]:
-    """Return the installed nvidia-nccl-* distributions, and whether the libnccl on disk is the one of each."""
+    """Return the installed nvidia-nccl-* distributions, each with whether it installed the libnccl on disk."""
     wheels = []
     for distribution in metadata.distributions() if distributions is None else distributions:
         name = distribution.metadata["Name"] or ""
@@ -433,7 +443,7 @@ def _intact(path: Path, recorded: metadata.FileHash | None) -> bool | None:
 
 
 def nvml() -> tuple[str | None, list[Gpu], list[Link]]:
-    """Return the driver, the devices and their connections from NVML; nothing without a driver."""
+    """Return the driver's version, the devices and their connections from NVML; (None, [], []) without NVML."""
     try:
         import pynvml
 
@@ -454,7 +464,7 @@ def nvml() -> tuple[str | None, list[Gpu], list[Link]]:
 
 
 def kernel_forms(gpus: Sequence[Gpu]) -> list[str]:
-    """Return, for each kind of device, a sentence with the forms of ringattn's kernels that would run on it."""
+    """Return a sentence for each compute capability that names the forms of ringattn's kernels that run on it."""
     try:
         import ringattn.engine.forms as forms
     except ModuleNotFoundError as error:  # only CUDA builds of torch install triton
@@ -481,12 +491,12 @@ def _connection(pynvml: Any, first: int, second: int, pair: tuple[Any, Any]) -> 
 
 
 def cores() -> tuple[int, int, int]:
-    """Return the cores of the machine, the cores that this process may use, and the NUMA nodes."""
+    """Return the numbers of cores of the machine, of cores that this process may use, and of NUMA nodes."""
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     return os.cpu_count() or 1, len(os.sched_getaffinity(0)), max(1, len(nodes))
 
 
 def kernels_origin() -> str | None:
-    """Return the file that `import kernels` would load; None for no file or a folder without `__init__.py`."""
+    """Return the file that `import kernels` would load; None if it finds nothing or a folder without `__init__.py`."""
     spec = importlib.util.find_spec("kernels")
     return None if spec is None else spec.origin

@@ -1,9 +1,10 @@
 """`ringattn flight`: merge the flight records of a failed run, and report which ranks and exchanges diverged.
 
-The k-th send from a to b on a lane belongs to the k-th receive of b from a, counted from the opening of the ring. A
-record contains the number of dropped messages, so the count is right for long runs too.
-Guarantees: an exchange that a rank posted after its peer had written its record does not count as an answer. The clocks
-of the two hosts are assumed to differ by less than a deadline.
+The k-th send from rank a to rank b on a lane belongs to the k-th receive of b from a, counted from the opening of the
+ring. A record keeps only the latest messages but contains the number of dropped ones, so the count is right for long
+runs too.
+Guarantees: an exchange that a rank posted after its peer had written its record is ignored. The clocks of the two hosts
+are assumed to differ by less than a deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Record = Mapping[str, Any]
 
 
 class End(NamedTuple):
-    """One end of one message, in the exchange `flight` of `rank`."""
+    """The send or the receive of one message: the entry `part` in the exchange `flight` of `rank`."""
 
     rank: int
     part: Mapping[str, Any]
@@ -46,7 +47,7 @@ class End(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The messages of a rank on one lane, in one direction, to one peer. `first` is the ordinal of `ends[0]`."""
+    """The messages from or to one peer of a rank on one lane, in one direction. `first` is the ordinal of `ends[0]`."""
 
     first: int
     ends: list[End]
@@ -58,7 +59,7 @@ class Stream(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A divergence between two ranks. They sort by the distance to the origin; `rank` is the rank to examine."""
+    """A divergence between two ranks. Divergences sort likeliest origin first; `rank` is the rank to examine."""
 
     distance: int
     sequence: int
@@ -86,9 +87,9 @@ def first_unfinished(record: Record, until_s: float = math.inf) -> Mapping[str, 
 
 
 def divergences(records: Mapping[int, Record]) -> list[str]:
-    """Return what diverged, the likeliest origin first.
+    """Return a sentence for each divergence, the likeliest origin first.
 
-    Names the ranks without a record, and for each rank that did not post messages the first of them.
+    It describes each rank without a record, and for each rank that did not post its messages the first missing one.
     """
     every = []
     world_size = next(iter(records.values()))["world_size"]
@@ -133,9 +134,10 @@ def _unequal(sends: Stream, receives: Stream) -> Divergence | None:
 
 
 def _unanswered(more: Stream, fewer: Stream, waiting: Record, owing: Record, owed: str) -> Divergence:
-    """Return the divergence for the first message that the rank of `waiting` posted and the rank of `owing` did not.
+    """Return the divergence for the first message that the rank of `waiting` posted without an answer.
 
-    If the rank of `owing` was waiting too, it is not the origin, so it sorts after ranks that were not waiting.
+    The rank of `owing` did not post the other end, which `owed` describes. If that rank was waiting too, it is not the
+    origin, so the divergence sorts after those of ranks that were not waiting.
     """
     until_s = waiting["written_s"]
     distance = ABSENT if first_unfinished(owing, until_s) is None else WAITING
@@ -235,7 +237,7 @@ def read_records(folder: Path) -> dict[int, Mapping[str, Any]]:
 
 
 def _not_a_record(record: Any) -> str | None:
-    """Return why the content of a file is not a record of `FlightRecord.dump`, or None if it is one."""
+    """Return why the content of a file was not written by `FlightRecord.dump`, or None if it was."""
     if wrong := _lacks(record, RECORD):
         return wrong
     if not 0 <= record["rank"] < record["world_size"] <= MOST_RANKS:
@@ -253,7 +255,7 @@ def _not_a_record(record: Any) -> str | None:
 
 
 def _lacks(read: Any, keys: Mapping[str, Any]) -> str | None:
-    """Return the first key that is missing or has a value of the wrong type, or None."""
+    """Return a text about the first key that is missing or has a value of the wrong type, or None if all are right."""
     if not isinstance(read, dict):
         return f"{type(read).__name__} instead of an object"
     for key, kind in keys.items():
@@ -263,7 +265,7 @@ def _lacks(read: Any, keys: Mapping[str, Any]) -> str | None:
 
 
 def table_of(records: Mapping[int, Mapping[str, Any]]) -> Table:
-    """Return a row per rank: its last exchange, what it waited for, and why it stopped."""
+    """Return a table with a row per rank: its last exchange, the exchange it waited for, and why it stopped."""
     table = Table("rank", "posted", "last done", "first unfinished", "state", "age", "cause")
     for rank, record in records.items():
         done = [flight for flight in record["flights"] if flight["state"] == DONE]

@@ -83,7 +83,7 @@ class Network:
 
 
 def network(facts: Network, environment: Mapping[str, str], nccl_version: int) -> list[Finding]:
-    """Return all findings about the network; those about NCCL only if there are GPUs."""
+    """Return all findings about the network. Findings about NCCL are included only if there are GPUs."""
     findings = [*ports(facts), *mtu(facts), *named(facts, environment)]
     if facts.ports:
         findings += [memlock(facts), *rails(facts, environment)]
@@ -138,7 +138,7 @@ def mtu(facts: Network) -> list[Finding]:
 
 
 def named(facts: Network, environment: Mapping[str, str]) -> list[Finding]:
-    """Check that the variables that choose ports and interfaces choose some that work."""
+    """Check that environment variables that choose ports and interfaces leave at least one that works."""
     findings = []
     if environment.get("NCCL_IB_DISABLE") == "1" and any(port.active for port in facts.ports):
         findings.append(Finding("NCCL_IB_DISABLE", WARNING, "=1, and there are active RDMA ports", "unset it",
@@ -166,7 +166,7 @@ def named(facts: Network, environment: Mapping[str, str]) -> list[Finding]:
 def _chosen(
     variable: str, environment: Mapping[str, str], present: Sequence[str], usable: Sequence[str], kind: str, why: str
 ) -> list[Finding]:
-    """Check a variable that lists names or prefixes; = marks exact names, and ^ names to leave out."""
+    """Check a variable that lists names or prefixes. A leading = marks exact names, and ^ names to leave out."""
     value = environment.get(variable, "")
     if not value:
         return []
@@ -175,7 +175,7 @@ def _chosen(
     names = [name for name in value.lstrip("^=").split(",") if name]
 
     def matches(entry: str, candidate: str) -> bool:
-        """An entry without a port stands for all ports of a device."""
+        """Return whether `entry` selects `candidate`. An entry without a port stands for all ports of a device."""
         return candidate in (entry, f"{entry}:{candidate.split(':')[-1]}") or (
             not exact and candidate.startswith(entry)
         )
@@ -250,7 +250,7 @@ def acs(facts: Network) -> Finding:
 
 
 def blocks(environment: Mapping[str, str]) -> list[Finding]:
-    """Check the thread blocks and clusters of an exchange."""
+    """Check that an exchange needs no more thread blocks and clusters than the kernels leave free."""
     why = "an exchange that needs more multiprocessors than kernels leave free starts after them, without overlap"
     warnings = overlap_warnings(environment, NcclOptions(), frozenset(Capability))
     margin = NcclOptions().margin
@@ -260,7 +260,7 @@ def blocks(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def launches(environment: Mapping[str, str], nccl_version: int) -> list[Finding]:
-    """Check the order of launches together with other communicators, such as those of DDP and FSDP."""
+    """Check that launches have the same order on all ranks if other communicators, as of DDP and FSDP, are in use."""
     warnings = warnings_beside_torch(environment, nccl_version)
     why = "two communicators that launch in different orders on two ranks can deadlock"
     return [Finding("launch order", NOTE, f"with DDP or FSDP: {text}", "", why) for text in warnings] or [
@@ -344,14 +344,17 @@ def _distance(gpu: Path, port: Path) -> int:
 
 
 def _bridges(device: Path) -> tuple[str, ...]:
-    """Return the names of the path from the host bridge down to the device."""
+    """Return the PCI components on the path from the host bridge to the device, both included."""
     parts = device.parts
     first = next((n for n, part in enumerate(parts) if part.startswith("pci") and ":" in part), None)
     return () if first is None else parts[first:]
 
 
 def _dmabuf(root: Path) -> bool | None:
-    """Return whether the kernel is new enough and the driver is the open one, because only that exports GPU memory."""
+    """Return whether kernel and driver export GPU memory: a new enough kernel and the driver's open module.
+
+    The result is None if it cannot be determined.
+    """
     driver, release = read(root / "proc/driver/nvidia/version"), read(root / "proc/sys/kernel/osrelease")
     numbers = release.split(".")[:2]
     if not driver or len(numbers) < 2 or not all(number.isdecimal() for number in numbers):
@@ -360,7 +363,10 @@ def _dmabuf(root: Path) -> bool | None:
 
 
 def _redirecting(devices: list[Path]) -> tuple[str, ...] | None:
-    """Return the bridges above these devices that redirect, or None if the registers of one cannot be read."""
+    """Return the bridges above these devices that redirect peer-to-peer traffic to the root.
+
+    The result is None if the registers of a bridge cannot be read.
+    """
     bridges = {bridge for path in devices for bridge in path.parents if read(bridge / "class").startswith(BRIDGES)}
     redirecting = []
     for bridge in sorted(bridges):
@@ -388,7 +394,7 @@ def _acs_control(registers: bytes) -> int:
 
 
 def _memlock(root: Path) -> int | None:
-    """Return the soft limit in bytes, or None if there is no limit or it is unknown."""
+    """Return the soft limit of locked memory in bytes, or None if there is no limit or it is unknown."""
     for line in read(root / "proc/self/limits").splitlines():
         if line.startswith("Max locked memory"):
             return _whole(line.split()[3])

@@ -1,6 +1,6 @@
-"""Turn facts about a machine into the doctor's findings, each with its level and what to do.
+"""Turn facts about a machine into the doctor's findings, each with its level and advice.
 
-All functions are pure, so that each is tested with facts of other machines.
+All functions are pure, so each can be tested with the facts of other machines.
 Sources: NVIDIA's CUDA programming guide, "Compute capabilities" (bf16 from 8.0, fp8 from 8.9); `pyproject.toml` for the
 versions that ringattn accepts; `nvml.h` for the levels of topology.
 """
@@ -28,7 +28,7 @@ PARITY_BOUND = 1e-5
 
 
 class Finding(NamedTuple):
-    """A fact about a topic, its level, what to do about it, and why it matters."""
+    """A fact about a topic: its level, the `text` that states it, the advice, and `why` it matters."""
 
     topic: str
     level: str
@@ -50,8 +50,8 @@ class Gpu:
 class Link:
     """The connection of two devices.
 
-    `kind` is NVLink or the lowest part of the machine to which both are connected. `peer` says whether each can read
-    the memory of the other.
+    `kind` is NVLink, or the lowest component of the machine to which both devices are connected. `peer` says whether
+    each device can read the memory of the other.
     """
 
     first: int
@@ -62,7 +62,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Wheel:
-    """An installed distribution with a libnccl. `intact` says whether the file is the installed one; None: unknown."""
+    """An installed distribution with a libnccl.
+
+    `intact` says whether the file on disk is the one that the distribution installed; None if this is unknown.
+    """
 
     name: str
     version: str
@@ -72,7 +75,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Nccl:
-    """The library that this process loads, or the reason why it loads none. Versions are as in `ncclGetVersion`."""
+    """The NCCL library that this process loads, or the error if it loads none. `version` is as in `ncclGetVersion`."""
 
     path: str = ""
     version: int = 0
@@ -125,7 +128,7 @@ def cuda(build: str | None, driver: str | None, available: bool) -> Finding:
 
 
 def nccl(library: Nccl, torch_version: int | None) -> list[Finding]:
-    """Compare the library with the one that torch was built with; `torch_version` is None for a CPU build."""
+    """Compare the loaded NCCL with the version that torch was built with; `torch_version` is None for a CPU build."""
     if library.error:
         return [Finding("NCCL", NOTE if torch_version is None else ERROR, library.error)]
     text = f"{version_text(library.version)} from {library.path}"
@@ -137,7 +140,7 @@ def nccl(library: Nccl, torch_version: int | None) -> list[Finding]:
 
 
 def wheels(installed: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
-    """Check that no NCCL wheel has overwritten another, and that none was overwritten by a removed wheel."""
+    """Check that each installed NCCL wheel still has its own file. Installing or removing another may overwrite it."""
     if not installed:
         level = NOTE if cuda_build is None else WARNING
         return [Finding("NCCL wheels", level, "none installed", "" if level == NOTE else _extra(cuda_build))]
@@ -176,7 +179,7 @@ def _extra(cuda_build: str | None) -> str:
 def devices(gpus: Sequence[Gpu], usable: bool) -> list[Finding]:
     """Report each GPU with the dtypes and engines that it supports.
 
-    `usable` says whether torch finds a GPU, so that one that NVML does not report is not missed.
+    `usable` says whether torch finds a GPU. If NVML reports none in this case, a warning is returned.
     """
     if usable and not gpus:
         return [Finding("GPUs", WARNING, "torch uses a GPU that NVML does not report: no dtypes, no topology here",
@@ -226,7 +229,7 @@ def processors(cores: int, allowed: int, numa_nodes: int, threads: str | None) -
 
 
 def variables(environment: Mapping[str, str]) -> list[Finding]:
-    """Report the environment variables of NCCL and torch, and those that do harm."""
+    """Report the environment variables of NCCL, torch and ringattn, and warn of harmful ones."""
     settings = {key: value for key, value in environment.items() if key.startswith(("NCCL_", "TORCH_", "RINGATTN_"))}
     findings = []
     try:
@@ -295,7 +298,7 @@ WHY = "each step of a ring waits for its slowest pair"
 
 
 def other_nodes(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the warnings and errors about the networks of other nodes, which the first rank of each node found."""
+    """Return the warnings and errors about the networks of the other nodes. The first rank of each node found them."""
     return [
         finding._replace(topic=f"{finding.topic}, {answer['host']}")
         for answer in answers
