@@ -1,1 +1,1 @@
-"""Measured attention calls: one, many, against a reference, and as constants of a machine."""
+"""The commands that run attention calls: `run`, `sweep`, `check` (against a reference) and `calibrate`."""

@@ -35,7 +35,7 @@ predict for this machine."""
 
 @dataclass
 class CalibrateConfig:
-    """One calibration."""
+    """The options of `ringattn calibrate`."""
 
     ranks: int = option(2, "ranks, each a process with one thread, and with one GPU for nccl", least=2)
     out: str = option(CALIBRATION_FILE, "file to write (JSON)", writes="file")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the file: constants with units, where and when they were measured, and their fit."""
+    """Return the content of the file: constants with units, the errors of their fit, and how they were measured."""
     import torch
 
     scale = GPU_SCALE if spec["transport"] == "nccl" else 1
@@ -105,12 +105,12 @@ def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str
 
 
 def _errors(fit: Fit) -> dict[str, Any]:
-    """Return the differences between measured and fitted times, as shares."""
+    """Return the relative differences between measured and fitted times."""
     return {"median_error": fit.median_error, "greatest_error": max(map(abs, fit.errors)), "errors": fit.errors}
 
 
 def _show(described: dict[str, Any]) -> None:
-    """Print the constants as a table, and their fit."""
+    """Print the constants as a table, and the errors of their fit."""
     from rich.console import Console
     from rich.table import Table
 
@@ -139,9 +139,9 @@ MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
 class Shape(NamedTuple):
-    """One engine call on `tiles` tiles, each of `rows` query rows and `keys` keys, on the diagonal.
+    """One engine call on `tiles` tiles along the diagonal, each with `rows` query rows and `keys` keys.
 
-    If `received`, the queries belong to other ranks, which keep their outputs.
+    If `received`, the queries were received from other ranks, to which their outputs return.
     """
 
     rows: int
@@ -154,7 +154,7 @@ class Shape(NamedTuple):
     received: bool = False
 
     def problem(self, dtype: str) -> Problem:
-        """Return the call as the planner describes it."""
+        """Return the call as a `Problem` of the planner."""
         rows, keys = self.rows * self.tiles, self.keys * self.tiles
         layouts = make_layout("contiguous", rows, 1), make_layout("contiguous", keys, 1)
         mask = Banded().mask(rows, keys, None, None, self.heads, self.kv_heads)
@@ -179,7 +179,7 @@ SHAPES = (
 
 
 def finalized(by_rank: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of each measurement: the mean of the ranks, and of these means the median of the rounds."""
+    """Return the seconds of each measurement: the median over rounds of the mean over ranks."""
     seconds = {}
     for name in by_rank[0]["seconds"]:
         rounds = zip(*(rank["seconds"][name] for rank in by_rank), strict=True)
@@ -195,7 +195,7 @@ SOFTMAX_DIMS = range(0, 68, 4)
 
 
 class Sample(NamedTuple):
-    """One engine call and its time."""
+    """One engine call and its measured time."""
 
     shape: Shape
     backward: bool
@@ -203,19 +203,19 @@ class Sample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Constants by name, and for each sample the ratio of measured and fitted seconds, minus one."""
+    """Fitted constants by name, and the error of each sample: measured over fitted seconds, minus one."""
 
     constants: dict[str, Any]
     errors: tuple[float, ...]
 
     @property
     def median_error(self) -> float:
-        """Return the median size of the errors."""
+        """Return the median of the absolute errors."""
         return median(map(abs, self.errors))
 
 
 def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fit:
-    """Fit flops, backward_flops, received_dims, call_s, tile_s, and the best of a few block_keys and softmax_dims."""
+    """Fit flops, backward_flops, received_dims, call_s and tile_s, and pick the best block_keys and softmax_dims."""
     seconds = np.array([sample.seconds for sample in samples])
     best: tuple[float, list[float], int, int, list[float]] | None = None
     for block_keys in BLOCKS:
@@ -246,7 +246,7 @@ def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fi
 
 
 def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """Fit latency_s and bandwidth of messages."""
+    """Fit the latency and the bandwidth of messages."""
     taken = np.array(seconds)
     columns = np.stack([np.ones(len(nbytes)), np.array(nbytes, float)], 1)
     costs = least_squares(columns, taken, taken)
@@ -258,7 +258,7 @@ def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
 def least_squares(columns: np.ndarray, targets: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return costs (n,) >= 0 that minimize the error of columns (m, n) @ costs to `targets` (m,), relative to `scale`.
 
-    A column whose cost would be negative is left out, the most negative first.
+    While some cost would be negative, the column with the most negative cost is dropped; its cost is 0.
     """
     kept = list(range(columns.shape[1]))
     costs = np.zeros(columns.shape[1])
@@ -274,16 +274,17 @@ def least_squares(columns: np.ndarray, targets: np.ndarray, scale: np.ndarray) -
 
 
 def _rate(cost_s: float) -> float:
-    """Return the rate of units that cost `cost_s` seconds each."""
+    """Return the units per second if a unit takes `cost_s` seconds. Raises `RingError` if `cost_s` is not positive."""
     if not cost_s > 0:
         raise RingError("measured times did not grow with the work: calibrate again when nothing else runs")
     return 1 / cost_s
 
 
 def constants_of(seconds: dict[str, float], dtype: str, scale: int, jobs: int) -> tuple[dict[str, Any], Fit, Fit]:
-    """Return the constants of a cluster from finalized seconds, with the fits of kernel and link.
+    """Return the constants of a cluster, with the fits of kernel and link, from the result of `finalized`.
 
-    `scale` multiplied the rows and keys of the shapes; `jobs` calls ran at once in the crowd.
+    `scale` is the factor by which the rows and keys of the shapes were multiplied. `jobs` is the number of calls that
+    ran at the same time in the measurement "crowd".
     """
     copy_bytes_s = COPIED * COPY_BYTES / seconds["copy"]
     samples = [

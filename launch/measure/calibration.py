@@ -1,9 +1,9 @@
-"""Measure on the ranks of this machine what prediction needs: the attention kernel, copies, messages, empty passes.
+"""Measure the times from which predictions are made: of the attention kernel, copies, messages and empty passes.
 
-All ranks do the same work at once, as in a pass. Each round measures everything, so that a change of the machine's
-speed affects all figures alike. A figure is the median of its rounds, because a pass is timed like that too; the
-fastest rounds would predict a machine that is always at its fastest. On CPUs, kernel and copies are measured in
-processor seconds of the rank, to which other processes add nothing.
+All ranks of this machine do the same work at the same time, as in a pass. Each round measures everything, so that a
+change of the machine's speed affects all figures alike. A figure is the median of its rounds, because a pass is timed
+like that too; the fastest rounds would predict a machine that is always at its fastest. On CPUs, kernel and copies are
+measured in processor seconds of the rank, to which other processes add nothing.
 Not covered: fitting constants to the figures (`ringattn.launch.measure.calibrate`).
 """
 
@@ -38,8 +38,8 @@ def measured(
 ) -> dict[str, Any]:
     """Return the seconds of each measurement on this rank, by round.
 
-    `links` maps names of messages to the ranks that they are sent to and received from; None stands for `NEAR` messages
-    from neighbor to neighbor.
+    `links` maps the name of each kind of message to the ranks that this rank sends to and receives from. None stands
+    for `NEAR` messages between neighbors.
     """
     ranks = ring.world_size
     peers = links or {NEAR: ((ring.rank + 1) % ranks, (ring.rank - 1) % ranks)}
@@ -85,14 +85,14 @@ def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
 
 
 def _jobs(ring: ringattn.Ring) -> int:
-    """Return the threads per rank that give all ranks together two threads per processor."""
+    """Return the number of threads per rank with which all ranks together have two threads per processor."""
     return -(-2 * len(os.sched_getaffinity(0)) // ring.world_size)
 
 
 def _passes(
     engine: Engine, shape: Shape, device: torch.device, dtype: str
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions: one call of the engine in forward, and one in backward."""
+    """Return two functions, one that calls the engine's forward and one that calls its backward."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, heads: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _passes(
     kv = KV(drawn(keys, shape.kv_heads), drawn(keys, shape.kv_heads))
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (kv.k, kv.v))
     softmax = Softmax(shape.dim**-0.5, shape.heads // shape.kv_heads)
-    # With two steps the engine carries accumulators, as in a ring.
+    # Prepare two steps, so that the engine carries accumulators from one to the next, as in a ring.
     works = engine.prepare([tuple(shape.table())] * 2, softmax, rows, shape.heads, more=shape.received)
     carry, dq = engine.begin(works, q, shape.dim, None), engine.begin_grad(works, q, shape.dim)
     engine.attend(q, kv, carry, works[0])
@@ -127,14 +127,14 @@ def _exchange(ring: ringattn.Ring, nbytes: int, to: int, source: int) -> Callabl
 
 
 def _empty_pass(ring: ringattn.Ring, dtype: str) -> Callable[[], Any]:
-    """Return a forward pass of one token per rank that attends only to itself: the fixed cost of a pass."""
+    """Return a forward pass in which each rank's only token attends to itself. Its time is the fixed cost of a pass."""
     seq = ring.sequence(ring.world_size, layout="contiguous")
     x = torch.zeros(1, 1, 1, 64, dtype=getattr(torch, dtype), device=ring.device)
     return lambda: ring.attention(x, x, x, seq, window=(0, 0))
 
 
 def _rounds(rounds: int, shown: bool) -> Iterator[int]:
-    """Yield the rounds and show progress: a bar on a terminal, about ten lines elsewhere."""
+    """Yield the numbers of the rounds and show progress: a bar on a terminal, about ten lines elsewhere."""
     console = Console()
     if shown and console.is_terminal:
         yield from track(range(rounds), "calibrate", console=console)

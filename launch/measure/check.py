@@ -1,4 +1,4 @@
-"""`ringattn check`: every schedule x layout x mask against a dense float64 reference, forward and all gradients.
+"""`ringattn check`: compare all schedules, layouts and masks with a dense float64 reference, forward and gradients.
 
 Rank 0 prints a line as soon as a schedule is done, so the summary also shows the progress. The table of all cases is
 printed with verbose=true, and for a schedule with a case over its bound.
@@ -58,14 +58,14 @@ class CheckConfig:
 
 
 class Case(NamedTuple):
-    """One row of the table."""
+    """One combination of mask, layout and schedule, which is a row of the table."""
 
     mask: str
     layout: str
     schedule: str
 
     def call(self, tokens: int) -> MaskedCallConfig:
-        """Return the call with the mask that the words of `mask` name, in sizes that divide nothing."""
+        """Return the call with the mask that the words of `mask` describe. Its sizes do not divide the sequence."""
         causal = self.mask.startswith("causal")
         keys: dict[str, Any] = {"tokens": tokens, "causal": causal, "layout": self.layout, "schedule": self.schedule}
         lengths = [tokens // 9 + 1, tokens // 2 + 1, 2 * tokens + 1]
@@ -74,7 +74,8 @@ class Case(NamedTuple):
             "chunk": {"mask": f"chunked:{tokens // 7 + 1}"},
             "prefix": {"mask": f"prefix:{tokens // 8}"},
             "global": {"mask": f"global_tokens:{tokens // 20 + 1}"},
-            # Ragged segments, some longer than a shard and than the sequence, rates that do not divide.
+            # The segments are ragged, one is longer than a shard, and one is longer than the sequence. Not all rates
+            # divide their segments.
             "dilated": {"segment_lengths": lengths, "dilation_rates": [1, 3, 4]},
             # One document is a single token, and one is empty.
             "documents": {"cu_seqlens": [*sorted({0, tokens // 3, tokens // 3 + 1, tokens // 2, tokens}), tokens]},
@@ -98,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 def paired_cases() -> Iterator[Case]:
     """Yield a subset of `cases` that covers every pair of mask and schedule, mask and layout, layout and schedule."""
-    # Each mask occurs once with each schedule. The layout advances by one with each schedule and each mask.
+    # Each mask occurs once with each schedule. The index of its layout is that of the schedule plus that of the mask.
     for case in cases():
         layouts, turn = layouts_for(case.mask), list(ROUTES).index(case.schedule) + MASKS.index(case.mask)
         if case.layout == layouts[turn % len(layouts)]:
@@ -131,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def checked(config: CheckConfig, place: Place | None) -> dict[str, Any]:
-    """Compare all cases on the ranks that `config` names, and return the figures of rank 0."""
+    """Compare all cases on the ranks that `config` describes, and return the figures of rank 0."""
     ranks = agreed_ranks(config.ranks or (None if place else DEFAULT_RANKS))
     spec = asdict(config)
     if place:
@@ -150,7 +151,7 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
     import ringattn
 
     torch.set_num_threads(1)
-    # These ranks are processes already, so they cannot be threads of one process.
+    # The transport "local" is for ranks that are threads of one process, but here each rank is a process.
     transport = "shm" if spec["transport"] == "local" else spec["transport"]
     with ringattn.Ring(transport=transport, **_ring_options(spec)) as ring:
         return check_rank(ring, spec)
@@ -161,9 +162,9 @@ def _ring_options(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
-    """Compute all cases on one rank; rank 0 compares and prints. Return the numbers of cases and failures, and errors.
+    """Compute all cases on one rank. Rank 0 also compares them with the reference and prints the results.
 
-    The errors, with their bounds, are those of rank 0, case by case.
+    Return the numbers of cases and failures, the schedules left out, and on rank 0 the errors and bounds of each case.
     """
     import torch
 
@@ -181,7 +182,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     dtype, length = TORCH_DTYPES[spec["dtype"]], spec["tokens"]
     heads, dims = (spec["heads"], spec["kv_heads"]), (spec["head_dim"], spec["value_dim"])
     inputs = tuple(x.to(ring.device) for x in drawn(spec["batch"], length, heads, dims, dtype, spec["seed"]))
-    # Standard output may be for JSON alone.
+    # With json=-, standard output is reserved for JSON.
     stream = sys.stderr if spec["json"] == STANDARD_OUTPUT else sys.stdout
     say: Callable[[str], None] = partial(print, flush=True, file=stream) if ring.rank == 0 else lambda _: None
     bound = f"{OVER_ONE_DEVICE} x one device"
@@ -254,7 +255,7 @@ class Result(NamedTuple):
         return {**self.case._asdict(), "errors": errors, "bounds": bounds, "exact": self.exact}
 
     def row(self) -> str:
-        """Return the case's line of the table."""
+        """Return the case as a line of the table."""
         marks = "".join(f"{error:>10.1e}" for error in self.errors)
         return (
             f"{self.case.mask:<26}{self.case.layout:<14}{self.case.schedule:<12}{marks}{'' if self.exact else '  OVER'}"
@@ -268,9 +269,9 @@ SUMMARY_HEADING = f"{'schedule':<12}{'masks':>6}{'layouts':>9}{'cases':>7}  larg
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return one line for the cases of a schedule: their numbers, and the largest error of each of `NAMES`."""
+    """Return a line about the cases of a schedule: their number, and the largest error of each of `NAMES`."""
     masks, layouts = ({getattr(result.case, name) for result in results} for name in ("mask", "layout"))
-    # `max` alone ignores NaN, which must be shown.
+    # `max` alone could ignore a NaN, which must be shown.
     largest = (
         max(errors, key=lambda error: (error != error, error))
         for errors in zip(*(result.errors for result in results), strict=True)

@@ -26,7 +26,10 @@ PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, Any]:
-    """Return what may change a measurement, for JSON: processors, memory, GPU, versions, NCCL and OMP variables."""
+    """Return the facts of this machine that may change a measurement, as plain data.
+
+    They are processors, memory, GPUs, versions, and the environment variables of NCCL and OpenMP.
+    """
     import torch
 
     cuda = torch.cuda.is_available()
@@ -46,9 +49,9 @@ def environment() -> dict[str, Any]:
 
 @cache
 def code_version() -> str:
-    """Return the commit of the running checkout (`-dirty` if files differ); without one, the version of the package.
+    """Return the commit of the running checkout, with `-dirty` if files differ; without git, the package's version.
 
-    The result is that of the first call in this process.
+    The result of the first call in this process is cached.
     """
     try:
         _git("ls-files", "--error-unmatch", "launch/measure/environment.py")  # fails in another project's checkout
@@ -88,7 +91,7 @@ NOT_CALIBRATED = (
 
 
 def own_cluster() -> Cluster | None:
-    """Return this machine's constants, or None if it is not calibrated or the file is of another kind of machine.
+    """Return this machine's constants, or None if it is not calibrated or the file belongs to another kind of machine.
 
     Raises `InputError` if `RINGATTN_CALIBRATION` names a file that cannot be read.
     """
@@ -101,8 +104,8 @@ def own_cluster() -> Cluster | None:
 def cluster_over(transport: str) -> tuple[Cluster | None, str]:
     """Return this machine's constants for messages over `transport`, or None and the reason as a sentence.
 
-    The constants of messages belong to the transport that was calibrated, so they predict no other. If `transport` is
-    empty, no messages are sent. Raises `InputError` as `own_cluster` does.
+    A calibration measures the messages of one transport and cannot predict those of another. An empty `transport` means
+    that no messages are sent. Raises `InputError` as `own_cluster` does.
     """
     from ringattn.transport.location import VARIABLE, own_calibration  # imports torch
 
@@ -122,7 +125,7 @@ def cluster_over(transport: str) -> tuple[Cluster | None, str]:
 def cluster_for(ring: Ring) -> tuple[Cluster | None, str]:
     """Return this machine's constants for the messages of `ring`, or None and the reason, as `cluster_over` does.
 
-    Nothing is returned for a ring on several nodes: a calibration covers one machine.
+    For a ring on several nodes the constants are None, because a calibration covers one machine.
     """
     if ring.links is not None and max(ring.links.nodes):
         return None, "none: a calibration covers one machine, and these ranks run on several; name cluster="

@@ -1,7 +1,7 @@
 """Compare one attention call on all ranks with a dense float64 reference: the output and all gradients.
 
-Bounds: float64 1e-10 and float32 1e-5 (largest absolute error on unit normal inputs); for half types 1.25 times the
-error of the same engine on one device (relative Frobenius norm).
+Bounds: for float64 1e-10 and for float32 1e-5, as the largest absolute error, multiplied by the largest reference value
+if that exceeds 1. For half types 1.25 times the error of the same engine on one device, as a relative Frobenius norm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def drawn(
 ) -> tuple[Tensor, ...]:
     """Draw q, k, v and the gradient of the output: unit normal, the same on every rank.
 
-    `heads` are those of queries and of K/V; `dims` those of queries and keys, and of values.
+    `heads` is (query heads, K/V heads), and `dims` is (head dimension of queries and keys, head dimension of values).
     """
     generator = torch.Generator().manual_seed(seed)
     shapes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])
@@ -37,7 +37,7 @@ def drawn(
 
 
 def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | None = None) -> Sequence:
-    """Return the call's sequence on this ring, in the call's layout or in another `layout`."""
+    """Return a sequence of `length` tokens on this ring, in `layout` if given, else in the layout of the call."""
     options = call.options(length)
     kind = "causal" if options["causal"] else "full"
     kind = "dilated" if call.dilated else "window" if "window" in options else kind
@@ -47,7 +47,7 @@ def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | N
 def attended(
     ring: Ring, call: MaskedCallConfig, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str
 ) -> list[Tensor]:
-    """Return out, dQ, dK and dV of the whole sequence, gathered."""
+    """Run the call on this ring. Return out, dQ, dK and dV of the whole sequence on every rank."""
     q, k, v, dout = (seq.shard(x) for x in inputs)
     q, k, v = leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     attend = ring.dilated_attention if call.dilated else ring.attention
@@ -59,7 +59,10 @@ def attended(
 def reference_and_bounds(
     call: MaskedCallConfig, inputs: tuple[Tensor, ...], engine: Any
 ) -> tuple[list[Tensor], list[float]]:
-    """Return the dense float64 results and the bound of each error; for half types, `engine` runs on one device."""
+    """Return the dense float64 results and the bound of the error of each.
+
+    For half types, the bounds are derived from a run of `engine` on one device.
+    """
     length = inputs[0].shape[1]
     leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[:3]]
     dense = dense_dilated_attention if call.dilated else dense_attention
@@ -75,7 +78,7 @@ def reference_and_bounds(
 
 
 def error_of(got: Tensor, reference: Tensor) -> float:
-    """Return the largest absolute difference; for half types the relative Frobenius norm of the difference."""
+    """Return the largest absolute difference, or for half types the relative Frobenius norm of the difference."""
     if got.dtype in FULL_PRECISION_BOUND:
         return absolute_error(got, reference)
     return float((got.double() - reference).norm() / reference.norm())

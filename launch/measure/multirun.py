@@ -1,4 +1,4 @@
-"""The records of `ringattn run -m`: Hydra's callback notes their folder, and a table is printed when all jobs ended."""
+"""The records of `ringattn run -m`. A callback of Hydra stores their folder; a table is printed after all jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringattn.launch.measure.points import POINTS, Folder, read_points, table_of
 
 
 class Multirun(Callback):
-    """Keeps the folder of the multirun that this process has started."""
+    """A callback of Hydra that stores the folder of the multirun that this process has started."""
 
     folder: ClassVar[Path | None] = None
 
@@ -34,12 +34,12 @@ def print_multirun() -> None:
         keys = [key for key in records[0]["config"] if len({str(each["config"][key]) for each in records}) > 1]
         keys += [key for key in AUTOMATIC if key not in keys and len({_taken(each, key) for each in records}) > 1]
         rows = [(" ".join(f"{key}={_taken(each, key)}" for key in keys), each) for each in records]
-        # Jobs of some launchers end in any order.
+        # Sort the rows, because jobs of some launchers end in any order.
         print(table_of(sorted(rows, key=lambda row: (row[1]["tokens"], row[1]["world_size"], row[0]))))
         print(f"records of all jobs: {folder / POINTS}; charts: ringattn report {folder}", flush=True)
 
 
 def _taken(record: Mapping[str, Any], key: str) -> str:
-    """Return the value of an option, with the one that auto took."""
+    """Return the value of an option. If it is auto, the value that auto took is appended."""
     value, ran = record["config"][key], (record["resolved"] or {}).get(key)
     return f"auto:{ran}" if value == "auto" and ran else str(value)

@@ -1,6 +1,6 @@
 """Measure one attention call on all ranks: the exactness gate, warm-up, timed passes, bytes and memory.
 
-Guarantees: nothing is timed before the same call at a small size was exact on the same ranks. A time is that of the
+Guarantees: nothing is timed unless the same call at a small size was exact on the same ranks. A time is that of the
 slowest rank, and starts at a barrier. Every rank returns the same facts.
 """
 
@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 
 class GateError(RingError):
-    """The call is not exact at a small size, so it must not be measured."""
+    """The error if the call is not exact at a small size and therefore must not be measured."""
 
 
 def on_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,10 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
 
 
 def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
-    """Return the largest absolute error of out, dq, dk and dv of the same call at a small size."""
+    """Run the same call at a small size, and return the largest absolute error of out, dq, dk and dv.
+
+    Raises `GateError` on every rank if an error exceeds its bound.
+    """
     length = min(config.length, max(GATE_TOKENS, GATE_TOKENS_PER_RANK * ring.world_size + 1))
     heads, dims = (config.heads, config.kv_heads), (config.head_dim, config.head_dim)
     inputs = tuple(x.to(ring.device) for x in drawn(1, length, heads, dims, DTYPES[config.dtype], config.seed))
@@ -160,9 +163,9 @@ def _stop(ring: Ring) -> float:
 def _exposed(
     ring: Ring, forward: Callable[[], Tensor], backward: Callable[[Tensor], Any] | None
 ) -> dict[str, float | bool | None]:
-    """Run another pass and return the milliseconds that this rank waited for messages, and the least overlap.
+    """Run another pass; return the milliseconds that this rank waited for messages, and the overlap.
 
-    If `arrivals_known` is False, the overlap is an upper bound.
+    The overlap is the lower of forward and backward. If `arrivals_known` is False, it is an upper bound.
     """
     with ring.recording() as first:
         out = forward()
@@ -177,7 +180,7 @@ def _exposed(
 
 
 def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
-    """Return the allowed pairs times heads, the prediction or the reason for its absence, and the choices of `auto`."""
+    """Return the allowed pairs of all heads, the prediction or why there is none, and the choices of `auto`."""
     options = config.options(seq.length, ring.device)
     cluster, reason = (cluster_named(config.cluster), "") if config.cluster else cluster_for(ring)
     explained = ring.explain(
@@ -197,7 +200,7 @@ def _planned(ring: Ring, config: RunConfig, seq: Sequence) -> dict[str, Any]:
 
 
 def _predicted(explained: Explanation, cluster: Cluster) -> dict[str, Any]:
-    """Return the predicted times on `cluster` of the plans that run."""
+    """Return the times on `cluster` that a simulation of the plans predicts."""
     forward, *backward = (simulate(plans, cluster) for plans in explained.plans)
     return {
         "cluster": cluster.name,

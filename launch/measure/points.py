@@ -1,10 +1,12 @@
 """The folder of a sweep: one JSON line for each point that ended, and the identity of the sweep.
 
-`points.jsonl` has a line for each point, appended in one write; of several with the same `hash` the last counts.
-`environments.json` holds each environment once, by id; `sweep.json` says which sweep owns the folder. Jobs on other
-machines write their records to the folder `jobs`, where the sweep collects them, also after it was killed meanwhile.
-Guarantees: if a process is killed at any moment, every line except perhaps the last is readable, and that is skipped;
-one sweep at a time writes, and no record twice; points of another sweep or of other code are never added.
+`points.jsonl` has a line for each point, appended in one write. If several lines have the same `hash`, the last counts.
+`environments.json` holds each environment once, by id. `sweep.json` identifies the sweep that owns the folder. Jobs on
+other machines write their records to the folder `jobs`. The sweep collects them there, also if it was killed and
+resumed in between.
+Guarantees: if a process is killed at any moment, every line is readable except perhaps the last, which readers then
+skip. Only one sweep at a time writes, and it writes no record twice. Points of another sweep or of other code are never
+added.
 """
 
 from __future__ import annotations
@@ -78,13 +80,13 @@ def hash_of(config: RunConfig) -> str:
 def make_record(
     config: RunConfig, status: str, message: str, facts: Mapping[str, Any], started: datetime, wall_s: float
 ) -> dict[str, Any]:
-    """Return a point's record with every key; `facts` are those of `point.measure`, empty for a failure.
+    """Return a point's record with every key; `facts` is the result of `point.measure`, or empty for a failure.
 
-    `hash` is that of the configuration, which may say auto; `resolved_hash` and `command` have the values that auto
-    took. Its `environment` is the environment itself; `Folder.append` replaces it by an id.
+    `hash` is that of the configuration, in which options may be auto. In `resolved_hash` and `command` they have the
+    values that auto took. `environment` is the environment itself; `Folder.append` replaces it by an id.
     """
     resolved = with_resolved(config, facts.get("resolved") or {})
-    # On several nodes, the command that repeats the point does not name their address.
+    # The address and number of this node do not belong to the command that repeats the point.
     command = ["ringattn", "run", *words_of(replace(resolved, node_rank=None, rdzv_endpoint="", json=""))]
     return {
         "hash": hash_of(config),
@@ -104,7 +106,7 @@ def make_record(
 
 
 def read_lines(folder: Path) -> list[dict[str, Any] | None]:
-    """Return the records of a folder by line; None for a line that is not a record, as one that a kill cut off.
+    """Return the record of each line of a folder; None for a line that is not a record, as after a kill.
 
     Raises `FileNotFoundError` if no point has ended yet.
     """
@@ -124,7 +126,7 @@ def _no_number(text: str) -> float:
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the records of a folder by hash, the last of each; {} if no point has ended yet."""
+    """Return the last record of each hash in a folder, by hash; {} if no point has ended yet."""
     try:
         return {record["hash"]: record for record in read_lines(folder) if record is not None}
     except FileNotFoundError:
@@ -132,7 +134,7 @@ def read_points(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def table_of(records: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return a line for each record with its label: how it ended, times, speed, peak memory."""
+    """Return a table with a line for each labelled record: its status, times, speed and peak memory."""
     rows = [("point", "status", "forward ms", "backward ms", "tokens/s", "peak MiB")]
     for label, record in records:
         if record["status"] != "ok":
@@ -145,7 +147,10 @@ def table_of(records: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def leave(folder: Path, record: Mapping[str, Any]) -> None:
-    """Put a record where `Folder.collect` finds it, all of it or nothing. Raises `RingError` if the disk is full."""
+    """Write a record atomically to the folder from which `Folder.collect` reads.
+
+    Raises `RingError` if it cannot be written.
+    """
     path = folder / ARRIVALS / f"{record['hash']}.json"
     try:
         path.parent.mkdir(exist_ok=True)
@@ -155,16 +160,17 @@ def leave(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 class Folder:
-    """A folder that this process may write: see `opened`."""
+    """The folder of a sweep, to which only this process writes; see `opened`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a point's line, and its environment if that is new.
+        """Append the line of a point's record, and store its environment if it is new.
 
-        A record that is there already is not added again: the process that left it may have been killed before it could
-        delete the file. Raises `RingError` if it cannot be written; the lines before it stay as they were.
+        A record that is already in the folder is not appended again: a sweep may have been killed after it appended a
+        job's record and before it deleted the job's file. Raises `RingError` if the record cannot be written; earlier
+        lines are unchanged.
         """
         environment = record["environment"]
         name = None if environment is None else _digest(environment)
@@ -183,7 +189,7 @@ class Folder:
             raise _not_recorded(self.path / POINTS, error) from error
 
     def collect(self) -> Iterator[dict[str, Any]]:
-        """Append the records that jobs have left, and yield them in the order in which the jobs ended."""
+        """Append the records that jobs have written, and yield them in the order in which they were written."""
         for file in sorted((self.path / ARRIVALS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
             record = json.loads(file.read_text(encoding="utf-8"))
             self.append(record)
@@ -191,7 +197,10 @@ class Folder:
             yield record
 
     def claim(self, words: Sequence[str], hashes: Sequence[str], code: str) -> None:
-        """Assign this folder to the sweep of these points and this code. Raises `InputError` if another has it."""
+        """Assign this folder to the sweep with these points and this code.
+
+        Raises `InputError` if the folder belongs to a sweep with other points or other code.
+        """
         sweep = {"words": list(words), "points": sorted(hashes), "code": code}
         owner = _read_json(self.path / SWEEP)
         if owner is None:
@@ -221,7 +230,7 @@ def opened(path: Path) -> Iterator[Folder]:
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Append `line` in one call, so that no reader sees half of it. Raises `OSError`; nothing is appended then."""
+    """Append `line` in one write, so that readers never see a part of it. On an `OSError` nothing is appended."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         before_bytes = os.fstat(file).st_size

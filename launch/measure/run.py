@@ -1,7 +1,7 @@
-"""`ringattn run`: one attention call, measured on ranks that it starts, or on those that torchrun has started.
+"""`ringattn run`: measure one attention call, on ranks that the command starts or that torchrun has started.
 
-Words that are key=value give one point, and nothing is written. A flag of Hydra's, `hydra.*`, `+`, `++` or `~` among
-them makes it Hydra's own application, see `application`.
+If all words are key=value, one point is measured and no file is written. If one of them is a flag of Hydra or begins
+with `hydra.`, `+`, `++` or `~`, the command runs as Hydra's own application, see `config.run_application`.
 Guarantees: exit code 0 for a measured point, 1 for ranks that failed, 2 for bad options or a call that was refused.
 """
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load_here(overrides: Sequence[str], place: Place | None) -> RunConfig:
-    """Return the run that `overrides` describe; under torchrun with the number of ranks that it started."""
+    """Return the run that `overrides` describe. Under torchrun, its ranks are those that torchrun started."""
     overrides = spelled(overrides, RunConfig)
     if keys := swept(overrides, keys_of(RunConfig)):
         how = (
@@ -103,7 +103,7 @@ def load_here(overrides: Sequence[str], place: Place | None) -> RunConfig:
 
 
 def measured(composed: DictConfig) -> float:
-    """Measure a point for Hydra and print it. Return the milliseconds of its passes, which a sweeper can minimise."""
+    """Measure a point for Hydra and print it. Return the total milliseconds of its passes, for sweepers to minimise."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -130,11 +130,12 @@ def measured(composed: DictConfig) -> float:
 def run_and_print(config: RunConfig, place: Place | None, folders: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure a point, print it and return its record.
 
-    `folders`: that of the job, which gets the record (also of a failure), and that of the multirun, which collects it.
+    The record, also that of a failure, is written to the first of `folders`, which is that of the job. If there is a
+    second one, that of the multirun, the record is left there for `Folder.collect`.
     """
     leads = (place is None or place.rank == 0) and config.is_first_node
     with json_output(config.json if leads else "") as write:
-        # The processes of the ranks inherit the standard output itself, so they must be quiet.
+        # The ranks' processes inherit the real standard output, so they must be quiet if JSON is written to it.
         quiet = place is None and config.json == STANDARD_OUTPUT
         record, failure = attempted(config, lambda: run_here(config, place, quiet))
         if leads:
@@ -151,7 +152,7 @@ def run_and_print(config: RunConfig, place: Place | None, folders: Sequence[Path
 
 
 def attempted(config: RunConfig, run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], Exception | None]:
-    """Return the record of a point that `run` measures, and the error if it failed."""
+    """Call `run` to measure a point. Return the point's record, and the error if `run` raised one, else None."""
     started, begin = datetime.now(UTC), time.perf_counter()
     facts: dict[str, Any] = {}
     status, message = "ok", ""
@@ -183,7 +184,7 @@ def _check_meeting(config: RunConfig) -> None:
 
 
 def in_job() -> bool:
-    """Whether submitit started this process."""
+    """Return whether submitit started this process."""
     if find_spec("submitit") is None:
         return False
     from submitit import JobEnvironment
@@ -195,7 +196,10 @@ def in_job() -> bool:
 
 
 def met_in_job(config: RunConfig) -> RunConfig:
-    """Return `config` for this node of a submitit job, which starts one task per node, with the endpoint of node 0."""
+    """Return `config` with the number of this node and the endpoint of node 0, within a submitit job.
+
+    The job has one task per node.
+    """
     from submitit import JobEnvironment
 
     job = JobEnvironment()
@@ -205,7 +209,10 @@ def met_in_job(config: RunConfig) -> RunConfig:
 
 
 def run_here(config: RunConfig, place: Place | None, quiet: bool = False) -> dict[str, Any]:
-    """Return the facts of a point (see `point.measure`): from this process under torchrun, else from new processes."""
+    """Measure a point and return its facts (see `point.measure`).
+
+    Under torchrun this process is a rank of the point; otherwise new processes are started.
+    """
     spec = {"config": asdict(config), "quiet": quiet}
     if place is not None:
         from ringattn.launch.measure.point import on_rank  # imports torch, which a parent process does not need
@@ -269,7 +276,7 @@ def call_text(config: RunConfig, facts: Mapping[str, Any]) -> str:
 
 
 def _reused(facts: Mapping[str, Any]) -> str:
-    """Return why a rank's peak is less than its staging buffers; empty if it is not."""
+    """Return a note if a rank's peak is less than its staging buffers, which needs an explanation; else no text."""
     low = any(peak < slots for peak, slots in zip(facts["peak_bytes"], facts["pool_bytes"], strict=True))
     return ", less than the staging buffers below because memory of the gate was used again" if low else ""
 

@@ -1,8 +1,9 @@
-"""`ringattn sweep`: many points, one after another or by Slurm, into one folder that can be resumed and reported.
+"""`ringattn sweep`: measure many points and write them to one folder, for reports. A sweep can be resumed.
 
-Hydra composes each point, as `ringattn run` does; points run here, or as jobs of submitit, here or by Slurm.
-Guarantees: every point is a line of `points.jsonl`, the failed ones too; a point that is there and ok is not run again;
-exit code 0 if all are ok, 1 if some failed, 2 for bad options.
+Each point is composed as in `ringattn run`. Points run one after another on this machine, or as jobs of submitit, which
+run on this machine or through Slurm.
+Guarantees: each point that ran is a line of `points.jsonl`, even if it failed. A point with the status ok in the folder
+is not run again. The exit code is 0 if all points are ok, 1 if some failed, and 2 for bad options.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SIGNAL_S = 60
 
 @dataclass
 class SlurmConfig:
-    """Options of the Slurm jobs; nodes, processes and time follow from the points."""
+    """Options of the Slurm jobs. The points determine the nodes, processes and time of a job."""
 
     partition: str | None = option(None, "Slurm partition; Slurm's default if not set")
     account: str | None = option(None, "Slurm account that is charged")
@@ -74,7 +75,8 @@ class SweepConfig:
 class Point(NamedTuple):
     """A configuration, labelled with the `key=value` options that vary over the sweep.
 
-    `equal`: if several combinations are the same work, which is then done once, the options in which they differ.
+    If several combinations are the same work, one point stands for all of them, and `equal` holds the options of each
+    in which they differ.
     """
 
     config: RunConfig
@@ -105,7 +107,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
-    """Return the options of the sweep, and its points in order, each once. Raises `InputError`, with the key first."""
+    """Return the options of the sweep, and its points in order, without repeated work.
+
+    Raises `InputError`, with the key first, for wrong words.
+    """
     keys, all_keys = keys_of(SweepConfig), keys_of(SweepConfig, RunConfig)
     of_sweep: list[str] = []
     of_points: list[str] = []
@@ -128,7 +133,7 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
         except InputError as error:
             raise InputError(f"{error} (in the point {label})" if label else str(error)) from error
     if options.launcher != "slurm":
-        # A rank has the same number of threads in every point. Otherwise a single rank would use all cores, and more
+        # Give a rank the same number of threads in every point. Otherwise a single rank would use all cores, and more
         # ranks could not be faster.
         threads = threads_for(max(point.config.ranks or 1 for point in points))
         points = [
@@ -143,9 +148,9 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
 
 
 def _each_once(points: Sequence[Point]) -> list[Point]:
-    """Return the points without repeated work. The label of a merged point has the words that its combinations share.
+    """Merge the points that are the same work. The label of a merged point has the words that all of them share.
 
-    For example, all schedules are the same on one rank, which is the baseline of each.
+    For example, all schedules do the same work on one rank, so one point serves as the baseline of each schedule.
     """
     alike: dict[str, list[Point]] = {}
     for point in points:
@@ -155,14 +160,15 @@ def _each_once(points: Sequence[Point]) -> list[Point]:
         labels = [point.label.split(" ") for point in same]
         shared = [word for word in labels[0] if all(word in label for label in labels)]
         rest = (" ".join(word for word in label if word not in shared) for label in labels)
-        # Keep the same point whatever the order of the values: a sweep is identified by the hashes of its points.
+        # Choose the point by its label, not by the order of the values, because the hashes of its points identify a
+        # sweep.
         kept = min(same, key=lambda point: point.label)
         result.append(kept._replace(label=" ".join(shared), equal=tuple(rest) if len(same) > 1 else ()))
     return result
 
 
 def _preset_words(preset: str | None, overrides: Sequence[str]) -> list[str]:
-    """Return the words of a preset, without its number of tokens if the user gives one by either key."""
+    """Return the words of a preset, without its number of tokens if the user sets `tokens` or `tokens_per_rank`."""
     if preset is None:
         return []
     from omegaconf import OmegaConf
@@ -241,7 +247,7 @@ def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) ->
 
 
 def _measure(options: SweepConfig, configs: Sequence[RunConfig], show: Callable[[], None]) -> None:
-    """Run the points and write their records to the sweep's folder. `show` prints the records that have arrived.
+    """Run the points, whose records are written to the sweep's folder. Call `show` to collect and print new records.
 
     Raises `RingError` if jobs cannot be submitted.
     """
@@ -268,7 +274,7 @@ def _measure(options: SweepConfig, configs: Sequence[RunConfig], show: Callable[
 
 @dataclass(frozen=True)
 class PointJob:
-    """Runs one point on new processes and writes its record, also of a failure, to a sweep's folder."""
+    """A job that runs one point on new processes and writes its record, even that of a failure, to a sweep's folder."""
 
     folder: Path
 
@@ -281,21 +287,25 @@ class PointJob:
             leave(self.folder, record)
 
     def checkpoint(self, config: RunConfig) -> Any:
-        """Run the point again after Slurm has preempted it; submitit calls this."""
+        """Return the job to submit again after Slurm has preempted it. submitit calls this method."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, config)
 
 
 def _batches(options: SweepConfig, configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
-    """Return the points to start together: a single one here, undisturbed; with Slurm, an array per node count."""
+    """Return the points in batches that start together.
+
+    On this machine each batch is a single point, so that points do not disturb each other. With Slurm, a batch is a job
+    array of all points with the same number of nodes.
+    """
     if options.launcher != "slurm":
         return [[config] for config in configs]
     return [[config for config in configs if config.nnodes == nodes] for nodes in sorted({c.nnodes for c in configs})]
 
 
 def parameters(options: SweepConfig, configs: Sequence[RunConfig]) -> dict[str, Any]:
-    """Return the parameters of submitit's executor, large enough for the largest of these points."""
+    """Return the parameters of submitit's executor. Time and nodes suffice for the largest of these points."""
     nodes = configs[0].nnodes
     minutes = START_MIN + math.ceil(max(config.limit_s for config in configs) / 60)
     common: dict[str, Any] = {"name": "ringattn", "timeout_min": minutes}
@@ -332,7 +342,7 @@ def script(options: SweepConfig, configs: Sequence[RunConfig]) -> str:
 
 
 def table(points: Sequence[Point], records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a line for each point: what varies, how it ended, times, speed, peak memory."""
+    """Return a table with a line for each point: the options that vary, status, times, speed and peak memory."""
     return table_of([(point.label, records.get(hash_of(point.config), {"status": "missing"})) for point in points])
 
 
