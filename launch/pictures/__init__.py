@@ -1,1 +1,1 @@
-"""Schedules and recorded passes, printed and drawn."""
+"""The commands that print and draw schedules, simulations and recorded passes."""

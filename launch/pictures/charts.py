@@ -64,7 +64,7 @@ ROOMY_BARS, MOST_LABELLED = 9, 40
 
 
 class CurveDistance(NamedTuple):
-    """The relative differences of two loss curves, step by step, and their upper bound."""
+    """The relative difference of two loss curves at each step, and the upper bound of the differences."""
 
     dtype: str
     differences: Sequence[float]
@@ -80,9 +80,9 @@ class Bars(NamedTuple):
 
 
 def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreements: Sequence[CurveDistance]) -> None:
-    """Write a PNG: the first two loss curves, and below them the relative differences of runs on a log axis.
+    """Write a PNG: the first two loss curves, and below them the relative differences of runs on a logarithmic axis.
 
-    A log axis has no 0: a difference of exactly 0 is drawn at the bottom, as a hollow mark.
+    A logarithmic axis has no 0, so a difference of exactly 0 is drawn as a hollow mark at the bottom.
     """
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(9, 6.8), height_ratios=(3, 2), layout="constrained"
@@ -126,7 +126,7 @@ def _draw_agreements(axes: Axes, agreements: Sequence[CurveDistance]) -> float:
 
 
 def draw_memory(path: str | Path, runs: Sequence[Bars], method: str) -> None:
-    """Write a PNG: one bar per rank of each run, with the replicated part in another color."""
+    """Write a PNG with a bar for each rank of each run. The part of a bar that ranks replicate has its own color."""
     save_picture(memory_figure(runs, method), path, 150)
 
 
@@ -191,7 +191,7 @@ MOST_PLAIN = 1e5
 
 
 def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], title: str) -> None:
-    """Write a picture: the measures over the number of ranks. Hollow marks are simulated by the plan of each rank."""
+    """Write a picture of `MEASURES` over the number of ranks. Points simulated with each rank's plan are hollow."""
     save_picture(curves_figure(curves, title), path, 120)
 
 
@@ -236,9 +236,9 @@ def curves_figure(curves: Mapping[str, Sequence[Simulated]], title: str) -> Figu
 
 
 def draw_point(path: str | Path, point: Simulated, title: str, names: Mapping[int, str]) -> None:
-    """Write a picture: the share of work of the traced ranks over each pass, and below it their first steps.
+    """Write a picture of one number of ranks: how much the traced ranks work over each pass, and their first steps.
 
-    `names` are the labels of the disturbed ranks.
+    `names` has the labels of the disturbed ranks.
     """
     save_picture(point_figure(point, title, names), path, 120)
 
@@ -288,9 +288,9 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
 
 
 def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.ndarray:
-    """Return the share of time that a rank works in each of `bins` equal intervals of a pass."""
+    """Return the share of each of `bins` equal intervals of a pass in which a rank works."""
     edges = np.linspace(0.0, total_us, bins + 1)
-    # The cumulative work grows linearly within a span. Its differences between edges are the work of the intervals.
+    # The cumulative work grows linearly within a span. Its difference between two edges is the work of their interval.
     moments, done = [0.0], [0.0]
     for span in spans:
         if span.lane == COMPUTE:
@@ -300,7 +300,7 @@ def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.
 
 
 def _first_steps_ms(spans: Sequence[Span]) -> float:
-    """Return the end of the first NEAR_STEPS steps of a rank."""
+    """Return the milliseconds after which a rank has computed its first NEAR_STEPS steps."""
     attends = [span for span in spans if span.name.endswith("attend")][:NEAR_STEPS]
     return attends[-1].end_us / 1e3 if attends else 1e-3
 
@@ -339,12 +339,15 @@ FEW_RANKS = 8
 def draw_timeline(
     path: str | Path, tracks: Sequence[Track], predicted: Sequence[ByRank] = (), predictor: str = ""
 ) -> None:
-    """Write a PNG. `predicted` has the spans by rank for each pass of the tracks. `predictor` names their source."""
+    """Write a PNG of recorded passes, and below each rank its predicted spans.
+
+    `predicted` has the predicted spans by rank for each pass of the tracks. `predictor` names the predicted machines.
+    """
     save_picture(timeline_figure(tracks, predicted, predictor), path, 150)
 
 
 def timeline_figure(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), predictor: str = "") -> Figure:
-    """Return the picture: a panel for each pass and a row for each rank, all with the same time scale."""
+    """Return the picture of `draw_timeline`: a panel for each pass and a row for each rank, all on one time scale."""
     ranks, passes = len(tracks), tracks[0].passes
     begins = [min(track.passes[number].start_us for track in tracks) for number in range(len(passes))]
     lasts_ms = [_last_us(tracks, predicted, number, begin) / 1e3 for number, begin in enumerate(begins)]
@@ -372,7 +375,7 @@ def timeline_figure(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), p
 
 
 def _last_us(tracks: Sequence[Track], predicted: Sequence[ByRank], number: int, begin_us: float) -> float:
-    """Return when the last rank ends pass `number`, measured or predicted, from the beginning of the pass."""
+    """Return the microseconds after `begin_us` at which the last rank ends pass `number`, measured or predicted."""
     measured = [track.passes[number].end_us - begin_us for track in tracks]
     expected = [span.end_us for spans in predicted[number] for span in spans] if predicted else []
     return max(0.0, *measured, *expected)
@@ -381,7 +384,7 @@ def _last_us(tracks: Sequence[Track], predicted: Sequence[ByRank], number: int, 
 def same_scale(lasts_ms: Sequence[float]) -> list[float]:
     """Return the milliseconds that the panel of each pass shows. The width of a panel is proportional to them.
 
-    The panel of a short pass shows more time than the pass took, because it would be too narrow otherwise.
+    The panel of a short pass shows more time than the pass took. Otherwise it would be too narrow.
     """
     whole = sum(lasts_ms) or 1.0
     return [1.005 * max(last, LEAST_SHARE * whole) for last in lasts_ms]
@@ -390,7 +393,10 @@ def same_scale(lasts_ms: Sequence[float]) -> list[float]:
 def _draw_rank(
     ax: Axes, rank: int, spans: Sequence[Span], later_us: float, predicted: Sequence[Span], numbered_us: float
 ) -> None:
-    """Draw the measured spans of a rank and, below, its predicted spans. Spans from `numbered_us` on are numbered."""
+    """Draw the measured spans of a rank and below them its predicted spans.
+
+    The measured spans of attention that last `numbered_us` or longer are labelled with their step.
+    """
     if rank % 2:
         ax.axhspan(rank - 0.5, rank + 0.5, color=BAND, zorder=0)
     if not predicted:
@@ -403,7 +409,7 @@ def _draw_rank(
 def _draw_spans(
     ax: Axes, spans: Sequence[Span], later_us: float, top: float, lane: float, strong: bool, numbered_us: float
 ) -> None:
-    """Draw the work from `top` on, `lane` high, and the messages below it."""
+    """Draw the work as bars of height `lane` from `top` on, and the messages below it."""
     alpha = 1.0 if strong else FAINT
 
     def draw_bars(intervals: list[tuple[float, float]], y: float, color: str, hatch: str | None = None) -> None:
@@ -471,9 +477,9 @@ COLUMNS = 1024
 
 
 class Rows(NamedTuple):
-    """The rows that one rank reads and sends for one branch, by bin of positions.
+    """The rows that one rank reads, and the rows that it sends, for one branch, by bin of positions.
 
-    A bin holds the rank that owns its rows, plus 1; it holds 0 if no row is read or sent.
+    The value of a bin is 1 plus the rank that owns its rows, or 0 if no row of the bin is read or sent.
     """
 
     read: np.ndarray
@@ -483,7 +489,7 @@ class Rows(NamedTuple):
 def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows:
     """Return the rows of a branch that `rank` reads, local rows included, and its local rows that other ranks read.
 
-    A bin of `width` positions has the largest value of its positions.
+    The value of a bin of `width` positions is the largest value of its positions.
     """
     read, sent = (np.zeros(-(-problem.kv_layout.length // width), np.int64) for _ in range(2))
     for reader in range(problem.world_size):
@@ -494,7 +500,7 @@ def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows
 
 
 def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> None:
-    """Raise the bins of these positions to `value`."""
+    """Set the bins of these positions to `value`, unless their value is larger."""
     if positions.stride <= width:  # each bin from the first to the last has a position
         bins: slice | np.ndarray = slice(positions.start // width, positions.last // width + 1)
     else:
@@ -503,7 +509,7 @@ def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> 
 
 
 def _whole_pixels(figure: Figure, axes: Sequence[Axes], bins: int) -> None:
-    """Resize the figure so that each bin has the same whole number of pixels. Otherwise the widths of bins differ."""
+    """Resize the figure so that all bins have the same whole number of pixels. Otherwise their widths would differ."""
     box = axes[0].get_position()
     pixels = figure.get_figwidth() * ROWS_DPI
     bin_pixels = max(1, int(box.width * pixels / bins))
@@ -522,7 +528,10 @@ def branches_of(problem: Problem, head: int) -> list[Branch]:
 
 
 def bin_width(problem: Problem) -> int:
-    """Return the positions of a bin: at least each rate or a divisor of it, so that rows of one rate look alike."""
+    """Return the number of positions in a bin, for at most about `COLUMNS` bins.
+
+    Each dilation rate is at most this width or a multiple of it, so that the rows of a branch look evenly spaced.
+    """
     rates = {branch.dilation for branch in problem.mask.branches}
     least = max(1, -(-problem.kv_layout.length // COLUMNS))
     return next(width for width in range(least, max(least, *rates) + 1)
@@ -530,7 +539,10 @@ def bin_width(problem: Problem) -> int:
 
 
 def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None:
-    """Write a PNG: a panel for each rank, two lines for each branch. Raises `InputError` if no branch is dilated."""
+    """Write a PNG with a panel for each rank, and in it a line of read and a line of sent rows for each branch.
+
+    Raises `InputError` if no branch is dilated.
+    """
     problem = explanation.problem
     branches, ranks = branches_of(problem, head), problem.world_size
     if all(branch.dilation == 1 for branch in problem.mask.branches):
@@ -621,9 +633,9 @@ def _arrow_legend(schedules: Iterable[Schedule]) -> list[Line2D]:
 
 
 def drawn_rows(schedule: Schedule) -> list[Step]:
-    """Return the steps as rows of the picture, without idle steps.
+    """Return the rows of the picture: the steps of the schedule without idle steps.
 
-    A step that only adds received blocks is drawn with the next step, except at the end of the pass.
+    A step that only merges received blocks is joined to the row after it, except at the end of the pass.
     """
     rows: list[Step] = []
     added: tuple[Work, ...] = ()
@@ -668,7 +680,10 @@ def _draw_pass(ax: Axes, title: str, schedule: Schedule, rows: Sequence[Step], h
 
 
 def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int, is_part: bool = False) -> None:
-    """Draw the work of a rank in a step. `is_part` draws half a box: another step attends to the rest of the block."""
+    """Draw the work of a rank in a step as a box.
+
+    If `is_part`, only half of the box is filled, because another step attends to the rest of the block.
+    """
     owners = {item.kv.owner for item in work if not isinstance(item, Merge)}
     color = _color(min(owners), ranks) if len(owners) == 1 else NEUTRAL
     left, bottom = rank - BOX_WIDTH / 2, y - BOX_HEIGHT / 2
@@ -693,7 +708,7 @@ def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int, is_part:
 
 
 def label_of(work: Sequence[Work]) -> list[str]:
-    """Return the lines of a box: the owners of the keys and queries of a rank's step, and the blocks it merges."""
+    """Return the text lines of a box: the owners of the keys and queries of the step, and the merged blocks."""
     attends = [item for item in work if not isinstance(item, Merge)]
     lines = []
     if kv_owners := {item.kv.owner for item in attends if not is_on_received(item)}:
@@ -720,7 +735,7 @@ def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color
 
 
 def _color(owner: int, ranks: int) -> Any:
-    """Return the color of a rank's keys and values, light enough for dark text."""
+    """Return the color of the keys and values of rank `owner`, light enough for dark text."""
     if ranks <= 8:
         return plt.get_cmap("Set2")(owner % 8)
     red, green, blue, _ = plt.get_cmap("viridis")(owner / ranks)

@@ -1,6 +1,6 @@
-"""`ringattn explain`: the schedule of one attention call, as text and as a picture, without running it.
+"""`ringattn explain`: print and draw the schedule of one attention call without running it.
 
-Not covered: processes; the ranks are only planned.
+The call is only planned. No processes are started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_RANKS = 2**10
 
 @dataclass
 class ExplainConfig(MaskedCallConfig):
-    """One attention call, explained."""
+    """One attention call to explain, and the files to write."""
 
     tokens: int | None = tokens_option(8192, least=0)
     head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
@@ -98,12 +98,12 @@ def show(explanation: Explanation, config: ExplainConfig) -> None:
 
 
 def explanation_of(config: ExplainConfig) -> Explanation:
-    """Return what the configured call would do."""
+    """Plan the configured call, and return the explanation of its schedule and costs."""
     import torch
 
     from ringattn.testing import run_ranks
 
-    # The call names no transport, so the prediction is for the transport that was calibrated.
+    # The command has no option `transport`, so the prediction is for the transport that was calibrated.
     cluster = cluster_named(config.cluster) if config.cluster else cluster_over("")[0]
     if cluster is None and config.sm_margin:
         raise InputError(
@@ -134,5 +134,5 @@ def explanation_of(config: ExplainConfig) -> Explanation:
 
     explanation = run_ranks(config.ranks, of_rank)[0]
     assert explanation is not None
-    # The ranks are threads, which say nothing about the machines that a reader may have in mind.
+    # Planning on threads does not recognise any machine, so do not name a source of the cluster.
     return explanation if cluster is not None else replace(explanation, cluster_from="")

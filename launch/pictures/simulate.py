@@ -1,6 +1,7 @@
 """`ringattn simulate`: the time of one attention call on 1 to 16,384 ranks of a cluster, and the waits of the ranks.
 
-Nothing is run. Few ranks are simulated with the plans that would run, thousands by classes of ranks that behave alike.
+Nothing is run. Small numbers of ranks are simulated with the plan of each rank. Thousands of ranks are simulated by
+classes of ranks that behave alike.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def simulated(config: SimulateConfig) -> dict[str, Any]:
-    """Simulate and print each number of ranks, draw the picture, and return the record."""
+    """Simulate the call on each number of ranks, print the results, draw the picture, and return the record."""
     began = time.perf_counter()
     ranks = counts(config.ranks)
     if len(ranks) == 1 and config.scaling != "strong":
@@ -63,10 +64,10 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
         curves[scaling] = []
         for count, tokens in zip(ranks, shared_out(config.length, ranks, scaling == "weak"), strict=True):
             traced = traced_ranks(count, disturbance) if len(ranks) == 1 else []
-            # Both curves have the largest number of ranks with all tokens.
+            # The strong and the weak curve share the point with the largest number of ranks and all tokens.
             if (count, tokens) not in points:
                 points[count, tokens] = simulator.run(tokens, count, traced)
-            # Print the heading only now: a call that cannot be simulated is refused before any table.
+            # Print the heading only after the first simulation, because a call that cannot be simulated raises before.
             print(*([] if curves[scaling] else [HEADER]), line(points[count, tokens]), sep="\n", flush=True)
             curves[scaling].append(points[count, tokens])
     everything = [point for curve in curves.values() for point in curve]
@@ -93,7 +94,7 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
 
 
 def counts(text: str) -> list[int]:
-    """Return numbers of ranks, in order. Raises `InputError` for other text."""
+    """Return the numbers of ranks in `text`, sorted. Raises `InputError` for other text."""
     numbers = text.strip("[]").split(",")
     if not all(number.strip().isdecimal() and 1 <= int(number) <= MOST_RANKS for number in numbers):
         raise InputError(f"ranks={text}: give numbers from 1 to {MOST_RANKS:,}, as ranks=1,8,64")
@@ -101,7 +102,10 @@ def counts(text: str) -> list[int]:
 
 
 def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], float]]:
-    """Return ranks, `ranks` of them together, and factors. Raises `InputError` for other text."""
+    """Parse a list such as `3:1.5` (if `ranks` is 1) or `7-8:4` (if it is 2); return the ranks and factor of each item.
+
+    Raises `InputError`, with the key first, for other text.
+    """
     pairs = []
     for word in filter(None, text.strip("[]").split(",")):
         match = re.fullmatch("-".join([r"(\d+)"] * ranks) + r":(\d+(?:\.\d+)?)", word.strip())
@@ -114,9 +118,9 @@ def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], floa
 
 
 def traced_ranks(ranks: int, disturbance: Disturbance) -> list[int]:
-    """Return the ranks whose timelines are drawn: the first, the last, some between, and those that are disturbed.
+    """Return the ranks whose timelines are drawn: the first, the last, three in between, and disturbed ranks.
 
-    Of the disturbed ranks, only the first three slow ones and both ends of the first slow link are drawn.
+    Of the disturbed ranks, the first three slow ones and both ends of the first slow link are drawn.
     """
     spread = {0, ranks // 4, ranks // 2, 3 * ranks // 4, ranks - 1}
     slow = [rank for rank, _ in disturbance.slow_ranks[:3]]
@@ -125,9 +129,10 @@ def traced_ranks(ranks: int, disturbance: Disturbance) -> list[int]:
 
 
 def shared_out(tokens: int, ranks: Sequence[int], weak: bool) -> list[int]:
-    """Return the tokens for each number of ranks: all, or (weak) the same number per rank as the most ranks have.
+    """Return the number of tokens to simulate for each number of ranks.
 
-    Raises `InputError` if a rank would have none.
+    It is `tokens` for strong scaling. For weak scaling, each rank always has the tokens that it has with the largest
+    number of ranks. Raises `InputError` if a rank would have no token.
     """
     if tokens < max(ranks):
         raise InputError(f"ranks={max(ranks)}: {max(ranks)} ranks are more than tokens={tokens}; use fewer ranks")
@@ -142,7 +147,7 @@ TITLE_WIDTH = 130
 
 
 def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
-    """Return the title of the picture: schedule and cluster, the call, and what disturbs it."""
+    """Return the title of the picture: the schedule and cluster, the call, and its disturbances."""
     config, most = simulator.config, max(points, key=lambda point: (point.ranks, point.tokens))
     layout = simulator.problem(most.tokens, most.ranks).q_layout.name
     options = "" if config.overlap else ", messages after the work of their step"
@@ -161,7 +166,7 @@ def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
 
 
 def disturbances(disturbance: Disturbance) -> str:
-    """Return a text on what disturbs the call, with long lists shortened."""
+    """Return a text about the slow ranks, slow links and jitter. Long lists are shortened."""
     parts = []
     if slow := disturbance.slow_ranks:
         ranks = [f"rank {rank:,} works {factor:g} times as long" for rank, factor in slow]
@@ -185,7 +190,7 @@ def _shortened(parts: Sequence[str]) -> str:
 
 
 def names_of(disturbance: Disturbance) -> dict[int, str]:
-    """Return the names of the ranks that are slow, or at an end of a slow link."""
+    """Return the labels, by rank, of slow ranks and of the ends of slow links."""
     names = {rank: f"rank {rank:,}, slow link" for link in disturbance.slow_links for rank in link[:2]}
     return names | {rank: f"rank {rank:,}, slow ×{factor:g}" for rank, factor in disturbance.slow_ranks}
 
@@ -198,7 +203,10 @@ HEADER = (f"{'ranks':>7}{'tokens':>16}{'time':>16}{'efficiency':>12}{'exposed':>
 
 
 def line(point: Simulated) -> str:
-    """Return a line for one number of ranks: all passes together, of the rank that waits longest and holds most."""
+    """Return a line of the table for one number of ranks, with the sums of all passes.
+
+    Exposed time, waiting time and memory are those of the rank with the most.
+    """
     exposed, waiting = (sum(getattr(each, name).max() for each in point.passes) for name in ("exposed_s", "waiting_s"))
     how = "by classes of ranks" if point.classes else "by the plan of each rank"
     return (
@@ -209,7 +217,7 @@ def line(point: Simulated) -> str:
 
 
 def notes(points: Sequence[Simulated]) -> list[str]:
-    """Return notes that define the numbers of the table and say how tokens were rounded."""
+    """Return notes that define the figures of the table, and state how many tokens were rounded up."""
     lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; "
              "exposed, waiting, MiB held: of the rank that has most"]  # fmt: skip
     worst = max(points, key=lambda point: point.tokens / point.requested_tokens)
@@ -224,7 +232,7 @@ def notes(points: Sequence[Simulated]) -> list[str]:
 
 
 def table(point: Simulated) -> str:
-    """Return a table of the least, median and largest values over all ranks, by pass."""
+    """Return a table of the smallest, median and largest values over all ranks, by pass."""
     rows: list[tuple[str, str, Sequence[str]]] = [("pass", "of all ranks", ("least", "median", "greatest"))]
     for name, each in zip(PASSES, point.passes, strict=False):
         times = ("work", each.busy_s), ("waiting", each.waiting_s), ("exposed", each.exposed_s)
@@ -239,13 +247,13 @@ def _mib(sizes_bytes: Sequence[float]) -> list[str]:
 
 
 def quantiles(values: Any) -> list[float]:
-    """Return the least, median and largest value."""
+    """Return the smallest, median and largest value."""
     ordered = sorted(values.tolist())
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
 def record(config: SimulateConfig, cluster: Cluster, curves: Mapping[str, Sequence[Simulated]]) -> dict[str, Any]:
-    """Return the record for JSON, in seconds and bytes."""
+    """Return all figures as plain data for JSON, in seconds and bytes."""
     times = ("busy_s", "waiting_s", "exposed_s", "sent_bytes")
     return {
         "config": {**asdict(config), "tokens": config.length},

@@ -1,4 +1,7 @@
-"""Simulate one attention call on the ranks of a cluster: by the plan of each rank if they are few, else by classes."""
+"""Simulate one attention call on the ranks of a cluster.
+
+Small numbers of ranks are simulated with the plan of each rank, larger numbers by classes of ranks that behave alike.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ MOST_PLANNED = 64
 
 @dataclass
 class SimulateConfig(CallConfig):
-    """One attention call, simulated."""
+    """One attention call to simulate: the call, the cluster, the numbers of ranks, and the disturbances."""
 
     DEFAULT_TOKENS: ClassVar[int] = 131072
 
@@ -77,11 +80,11 @@ class SimulateConfig(CallConfig):
 class Simulated(NamedTuple):
     """The simulation of a call on `ranks` ranks.
 
-    `tokens` were simulated: `requested_tokens`, rounded up to shards of one length. `classes` says whether ranks were
-    simulated by classes, otherwise each by its plan. `held_bytes` are the least, median and largest staging buffers of
-    a rank, in addition to its tensors. `ideal_s` is the time of the allowed pairs alone, spread evenly over the
-    processors, at the kernel's rate. `spans` are, for each pass, the actions of the traced ranks. `took_s` is the time
-    of the simulation.
+    `tokens` is the simulated number: `requested_tokens`, rounded up to shards of one length. `classes` says whether the
+    ranks were simulated by classes; otherwise each was simulated with its plan. `held_bytes` has the smallest, median
+    and largest staging buffers of a rank, which it holds in addition to its tensors. `ideal_s` is the time that the
+    kernel would take for the allowed pairs alone, shared equally by the processors. `spans` has the actions of the
+    traced ranks for each pass. `took_s` is the time that the simulation itself took.
     """
 
     ranks: int
@@ -101,13 +104,13 @@ class Simulated(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """Return ideal over simulated time."""
+        """Return the ratio of ideal and simulated time."""
         return self.ideal_s / self.total_s
 
 
 @dataclass
 class Simulator:
-    """Simulate one call on a cluster for several numbers of tokens and ranks; classes of ranks are learned once."""
+    """A simulator of one call on a cluster, for several numbers of tokens and ranks. It learns classes only once."""
 
     config: SimulateConfig
     cluster: Cluster
@@ -144,7 +147,7 @@ class Simulator:
         return Problem(layout, layout, mask, *sizes, TORCH_DTYPES[config.dtype])
 
     def shard_tokens(self, tokens: int, ranks: int) -> int:
-        """Return the length of a shard if all shards have the same length, rounded up."""
+        """Return the tokens of a shard if the sequence is rounded up to shards of the same length."""
         chunks = 2 if make_layout(self.config.layout, tokens, ranks, purpose=self._purpose).name == "zigzag" else 1
         return -(-tokens // (ranks * chunks)) * chunks
 
@@ -165,7 +168,7 @@ class Simulator:
         return 1 < group <= MOST_GROUPED and ranks <= learned_from(self.config.schedule, ranks // group, 0, group)[1]
 
     def _by_plans(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate every rank by its plan. Return passes, spans of traced ranks, and buffer bytes of each rank."""
+        """Simulate each rank with its plan. Return passes, spans of traced ranks, and buffer bytes of each rank."""
         config, cluster = self.config, self.cluster
         route = route_named(config.schedule)
         if ranks > MOST_PLANNED and not self._has_classes:
@@ -198,7 +201,7 @@ class Simulator:
         return passes, spans, buffer_bytes
 
     def _by_classes(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate the ranks by classes of equal behaviour. The result is the same as that of `_by_plans`."""
+        """Simulate the ranks by classes of ranks that behave alike. The result is the same as that of `_by_plans`."""
         _show_progress(f"{ranks:,} ranks: learning classes of ranks")
         learned = self._classes(tokens // ranks, ranks, group_of(self.problem(tokens, ranks), self.config.schedule,
                                                                  self.cluster))  # fmt: skip
@@ -211,7 +214,7 @@ class Simulator:
         return passes, spans, np.max([learned[bool(n)].held_spread(ranks) for n in range(len(passes))], axis=0)
 
     def _classes(self, shard: int, ranks: int, group: int) -> Learned:
-        """Return the classes of ranks with shards of `shard` tokens, learned now or for another number of ranks."""
+        """Return the classes of ranks with shards of `shard` tokens, learned now or in an earlier simulation."""
 
         def problem_of(count: int) -> Problem:
             return self.problem(shard * count, count)
@@ -222,7 +225,7 @@ class Simulator:
         prologue = prologue_on(problem_of, routes, cluster, ranks)
         key = quarter, prologue, group
         if (shard, key) not in self._learned:
-            # A window reaches other ranks from shards of another length.
+            # With a window, shards of another length make other ranks communicate, so classes cannot be reused.
             first = None if self.config.bounds else self._first.get(key)
             learned = classes_of(problem_of, schedule, cluster, quarter, reach, group, prologue, first)
             self._learned[shard, key] = learned
@@ -230,7 +233,10 @@ class Simulator:
         return self._learned[shard, key]
 
     def _reach(self, shard: int) -> int:
-        """Return how many shards a window reaches. Raises `UnsupportedError` if classes cannot describe it."""
+        """Return how many shards away a key in a query's window can be; 0 without a window.
+
+        Raises `UnsupportedError` if classes cannot describe the window.
+        """
         if self.config.bounds is None:
             return 0
         layout = self.problem(shard * 4, 4).q_layout
@@ -247,7 +253,7 @@ class Simulator:
 
 
 def _processors(cluster: Cluster, ranks: int) -> int:
-    """Return how many ranks work at full speed at once: all, or on each machine one per processor."""
+    """Return how many ranks can work at full speed at the same time: all, or one per processor of each machine."""
     if cluster.cores is None:
         return ranks
     return sum(min(cluster.cores, sharing) for sharing in Counter(map(cluster.node_of, range(ranks))).values())

@@ -1,10 +1,11 @@
 """`ringattn timeline`: the activity of every rank in a pass over time, as a Perfetto trace, a picture and a table.
 
-Runs one attention call on processes of this machine and records it, or reads the recordings of another run. Compares it
-with the simulated times of the same plans. A recording is one `recording-<rank>.json` for each rank.
+The command runs one attention call on processes of this machine and records it, or reads the recordings of an earlier
+run. It compares the recorded times with the simulated times of the same plans. A recording consists of one file
+`recording-<rank>.json` for each rank.
 Guarantees: the transport is the one that `Ring` would choose, or the one of the option `transport`, and is printed. All
-that is shown was recorded in one call, after warm-up calls. Predicted times are of a call that sends the same messages;
-without `cluster`, they are for this machine and the transport that was calibrated.
+measured times were recorded in one call, after warm-up calls. Predicted times are those of a call that sends the same
+messages. Without `cluster`, they are for this machine and the transport that was calibrated.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Examples: ringattn timeline ranks=4 schedule=all_gather
 
 @dataclass
 class TimelineConfig(MaskedCallConfig):
-    """One recorded call."""
+    """One attention call to record, or the call of existing recordings, and the files to write."""
 
     ranks: int = option(4, "processes to start", least=1)
     transport: str = option("auto", "what carries the messages; auto: what Ring takes here", choices=TRANSPORT_NAMES)
@@ -63,7 +64,10 @@ class TimelineConfig(MaskedCallConfig):
 
 
 class Prediction(NamedTuple):
-    """The simulated spans, for each pass by rank, and a sentence on their basis. `cluster`: a name, empty for none."""
+    """The simulated spans, by pass and rank. `cluster` is the name of the predicted machines, empty for no prediction.
+
+    `basis` states the constants of the prediction, or why there is none.
+    """
 
     passes: Many[ByRank]
     cluster: str
@@ -109,7 +113,7 @@ def main(argv: Many[str]) -> int:
 
 
 def recorded_call(config: TimelineConfig) -> tuple[list[Track], Prediction]:
-    """Record one call on fresh processes. Return the recordings by rank, and the prediction of the same plans."""
+    """Record one call on new processes. Return the recordings by rank, and the prediction for the same plans."""
     from ringattn.launch.pictures.trace import Track
 
     print(f"starting {config.ranks} processes", flush=True)
@@ -134,7 +138,7 @@ def worker(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def predict(ring: Ring, config: TimelineConfig) -> Prediction:
-    """Simulate the plans of this ring on the named cluster, else on this machine if its transport is calibrated."""
+    """Simulate the plans of this ring on the cluster that the option names, or on this machine if it is calibrated."""
     if config.cluster:
         cluster, basis = named_cluster(config.cluster)
     else:
@@ -147,7 +151,7 @@ def predict(ring: Ring, config: TimelineConfig) -> Prediction:
 
 
 def named_cluster(name: str) -> tuple[Cluster, str]:
-    """Return the cluster that the option names, and what a prediction for it is based on."""
+    """Return the cluster that the option names, and a text about the basis of its predictions."""
     cluster = cluster_named(name)
     if cluster.calibrated:
         return cluster, f"by the constants of the calibration: {cluster.name}"
@@ -155,7 +159,7 @@ def named_cluster(name: str) -> tuple[Cluster, str]:
 
 
 def explanation_on(ring: Ring, config: MaskedCallConfig, machines: Cluster | None = None) -> Explanation:
-    """Return what the ring would do in the call. `machines`: those to plan for; None: the ring's."""
+    """Return the ring's explanation of the call, planned for the cluster `machines`; None for that of the ring."""
     return ring.explain(
         sequence_of(ring, config), batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
         head_dim=config.head_dim, dtype=TORCH_DTYPES[config.dtype], backward=config.backward,
@@ -204,7 +208,10 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
 
 
 def prediction_of_recordings(config: TimelineConfig, tracks: Many[Track]) -> Prediction:
-    """Simulate the described call for recordings, which do not name their machine: only if a cluster is named."""
+    """Simulate the described call next to recordings, if the option `cluster` is set.
+
+    Without it there is no prediction, because recordings do not name their machine.
+    """
     if not config.cluster:
         return Prediction([], "", "none: recordings do not name their machine; give cluster= and the keys of the call")
     cluster, basis = named_cluster(config.cluster)
@@ -214,7 +221,7 @@ def prediction_of_recordings(config: TimelineConfig, tracks: Many[Track]) -> Pre
 def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Many[Track]) -> list[ByRank]:
     """Return the spans of the simulated passes of the described call.
 
-    Raises `InputError` if the recordings are of other ranks, passes or messages than the described call.
+    Raises `InputError` if the ranks, passes or messages of the recordings differ from those of the described call.
     """
     from ringattn.launch.pictures.trace import check_alike
     from ringattn.testing import run_ranks
@@ -222,7 +229,8 @@ def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Many[Track
     if len(tracks) != config.ranks:
         raise InputError(f"ranks={config.ranks}: {len(tracks)} ranks were recorded; describe the recorded call")
     differences = []
-    # A ring that recognises its machines plans for them, and recordings do not say whether theirs did.
+    # A ring that recognises its machines plans for them. Recordings do not state whether this happened, so try the
+    # plans for no known machine, for this machine and for the named cluster.
     for machines in (None, *filter(None, (own_cluster(), cluster))):
         explanation = run_ranks(config.ranks, partial(explanation_on, config=config, machines=machines))[0]
         predicted: list[ByRank] = [simulate(plans, cluster).spans for plans in explanation.plans]
@@ -237,7 +245,7 @@ def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Many[Track
 
 
 def difference_of(tracks: Many[Track], predicted: Many[ByRank]) -> str:
-    """Return the first pass in which a rank sent other messages than predicted; empty if there is none."""
+    """Return a text about the first pass in which a rank did not send the predicted messages; empty if none differs."""
     for track in tracks:
         for recorded_pass, by_rank in zip(track.passes, predicted, strict=True):
             recorded, expected = sent_bytes(recorded_pass.spans), sent_bytes(by_rank[track.rank])
@@ -281,7 +289,7 @@ def read_tracks(folder: Path) -> list[Track]:
 
 
 def table(tracks: Many[Track], predicted: Many[ByRank]) -> str:
-    """Return a table by pass and rank: milliseconds in all, under way and exposed, and the hidden share."""
+    """Return a table by pass and rank: the total, communication and exposed milliseconds, and the overlap."""
     lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'under way':>11}{'exposed':>9}{'overlap':>9}"
              + (f"{'predicted ms':>14}" if predicted else "")]  # fmt: skip
     for number, first in enumerate(tracks[0].passes):

@@ -1,9 +1,9 @@
 """Write the recordings of all ranks on one time axis as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Each rank is a process of the trace, with a thread for each lane and a thread for whole passes. Arrows lead from the
-exchange that sends to the exchange that receives, and a counter shows the bytes in flight. Predicted ranks are further
-processes; each predicted pass starts when the first measured rank starts it. Ranks on different hosts read different
-clocks, so `clock_offset` estimates the difference.
+Each rank is a process of the trace, with a thread for each lane and a thread for whole passes. An arrow leads from the
+exchange that sends a message to the exchange that receives it, and a counter shows the bytes in flight. Predicted ranks
+are additional processes. A predicted pass starts when the first measured rank starts the pass. Ranks on different hosts
+read different clocks, so `clock_offset` estimates their difference.
 Format: "Trace Event Format", Google, 2016; times in microseconds.
 """
 
@@ -26,14 +26,14 @@ ROUNDS = 8
 
 
 class Offset(NamedTuple):
-    """The microseconds to add to this rank's clock to get that of rank 0, and the uncertainty."""
+    """The microseconds to add to the time of this rank's clock to get that of rank 0's, and their uncertainty."""
 
     offset_us: float
     uncertainty_us: float
 
 
 def host_clock() -> str:
-    """Return the name of the clock that `time.perf_counter()` reads, which is equal on ranks that share it."""
+    """Return a name of the clock that `time.perf_counter()` reads. Ranks that share the clock get the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -48,8 +48,8 @@ def clock_offset(
 ) -> Offset:
     """Estimate the offset of this rank's clock to that of rank 0. This is a collective call.
 
-    `agree` gathers the payloads of all ranks, by rank (`Transport.all_gather_bytes`). `now` returns seconds. `clock` is
-    the name of the clock, by default `host_clock()`.
+    `agree` gathers the bytes of all ranks, by rank, as `Transport.all_gather_bytes` does. `now` reads the clock in
+    seconds, and `clock` is the clock's name, by default `host_clock()`.
     """
     name, rounds = host_clock() if clock is None else clock, []
     for _ in range(ROUNDS):
@@ -61,7 +61,7 @@ def clock_offset(
     pairs = list(zip(first["rounds"], local["rounds"], strict=True))
     least = max(first_entered - left for (first_entered, _), (_, left) in pairs)
     most = min(first_left - entered for (_, first_left), (entered, _) in pairs)
-    # Containers of one host may have different clocks. Then 0 is outside the bounds.
+    # Containers of one host have the same clock name but may have different clocks. Then 0 is outside the bounds.
     if first["clock"] == local["clock"] and least <= 0 <= most:
         return Offset(0.0, 0.0)
     return Offset((least + most) / 2 * 1e6, (most - least) / 2 * 1e6)
@@ -90,7 +90,7 @@ class Track(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """Return the hidden share of the communication of all passes."""
+        """Return the share of the communication of all passes that was hidden behind work."""
         communication_us = sum(recorded.comm_us for recorded in self.passes)
         return overlap(communication_us, sum(recorded.exposed_us for recorded in self.passes))
 
@@ -110,7 +110,7 @@ class Track(NamedTuple):
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> Track:
-        """Return the track that `as_dict` described. Raises `KeyError` or `TypeError` for other data."""
+        """Return the track from the result of `as_dict`. Raises `KeyError` or `TypeError` for other data."""
         passes = (
             RecordedPass(
                 recorded["name"], recorded["start_us"], recorded["end_us"],
@@ -124,9 +124,10 @@ class Track(NamedTuple):
 
 
 def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), predictor: str = "") -> dict[str, Any]:
-    """Return the trace as a JSON object, with a prediction for each pass of the tracks, made by `predictor`.
+    """Return the trace as a JSON object, with `predicted` spans for each pass of the tracks if there are any.
 
-    Raises `InputError` if the ranks recorded different passes, or other passes were predicted.
+    `predictor` names the predicted machines. Raises `InputError` if the ranks recorded different passes, or if the
+    number of predicted passes is another.
     """
     check_alike(tracks, predicted)
     origin = beginning(tracks)
@@ -155,12 +156,12 @@ def chrome_trace(tracks: Sequence[Track], predicted: Sequence[ByRank] = (), pred
 
 
 def beginning(tracks: Sequence[Track]) -> float:
-    """Return when the first rank starts its first pass."""
+    """Return the earliest start of a pass on any rank, in microseconds."""
     return min((recorded.start_us for track in tracks for recorded in track.passes), default=0.0)
 
 
 def check_alike(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> None:
-    """Raise `InputError` unless all ranks recorded the same passes and these were predicted."""
+    """Raise `InputError` unless all ranks recorded the same passes, and `predicted` is empty or has as many passes."""
     if [track.rank for track in tracks] != list(range(len(tracks))):
         raise InputError(f"tracks must be of ranks 0, 1, ... in order, got {[track.rank for track in tracks]}")
     recorded = {track.rank: [each.name for each in track.passes] for track in tracks}
@@ -175,7 +176,7 @@ def check_alike(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> None:
 
 
 def _named(process: int, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the events that name a process and its threads, and order the processes."""
+    """Yield the events that name a process and its threads, and give the process its position in the trace."""
     for event, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": process})):
         yield {"ph": "M", "name": event, "pid": process, "tid": 0, "ts": 0, "args": args}
     for lane, thread in LANES.items():
@@ -200,7 +201,10 @@ def _slice(process: int, lane: str, name: str, start: float, end: float, args: d
 
 
 def _arrows(tracks: Sequence[Track], origin: float) -> Iterator[dict[str, Any]]:
-    """Yield an arrow for each message: the k-th message to a rank is the k-th that it receives from this rank."""
+    """Yield the start and the end of an arrow for each message.
+
+    The k-th message that rank a sends to rank b in a pass is the k-th message that b receives from a.
+    """
     count = 0
     for number in range(len(tracks[0].passes) if tracks else 0):
         receives: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
