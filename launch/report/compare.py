@@ -1,8 +1,8 @@
 """`ringattn compare`: compare two sweeps point by point and report what got worse.
 
 Points are matched by the hash of their configuration. Guarantees: a time counts as changed only if its median moved by
-more than the threshold and by more than the spread from p10 to p90 of either sweep, so noise is not reported. Bytes
-have no spread. A point that no longer has results is worse, whatever the threshold.
+more than the threshold and by more than the distance from p10 to p90 in either sweep, so noise is not reported. Bytes
+have no spread. A point that had results in the first sweep and has none in the second is worse.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ WIDTH = 160
 
 @dataclass
 class CompareConfig:
-    """The options of one comparison."""
+    """The options of `ringattn compare`."""
 
     threshold: float = option(0.05, "share by which a figure may grow before it counts as worse", above=0.0)
     json: str = json_option()
 
 
 class Change(NamedTuple):
-    """One figure of a point, before and after: milliseconds, or bytes of the rank that has the most.
+    """One figure of a point in the first and the second sweep: milliseconds, or bytes of the rank that has the most.
 
-    `noise` is the larger spread of the two, and `verdict` is worse, better or same.
+    `noise` is the larger of the distances from p10 to p90 in the two sweeps. `verdict` is worse, better or same.
     """
 
     before: float
@@ -48,14 +48,14 @@ class Change(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the growth as a share of the value before; infinite if that was 0."""
+        """Return the growth relative to `before`; infinite if only `before` is 0."""
         if self.before == 0:
             return 0.0 if self.after == 0 else float("inf")
         return self.after / self.before - 1
 
 
 class Pair(NamedTuple):
-    """A point of both sweeps, with the changes of the figures that both sweeps have, by name."""
+    """A point that is in both sweeps, and the changes of its figures by name."""
 
     before: Point
     after: Point
@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command: 0 if nothing got worse, 1 otherwise. Raises `InputError` for bad options and folders."""
+    """Run the command. Return 0 if no point got worse, else 1. Raises `InputError` for bad options and folders."""
     if "--help" in argv or "-h" in argv:
         about = "Compare the sweep in folder B with the one in folder A. Returns 1 if a point got worse, 0 if none did."
         print(help_text("compare A B", about, CompareConfig))
@@ -115,7 +115,7 @@ def compared(before: Sweep, after: Sweep, threshold: float) -> dict[str, Any]:
 
 
 def different_choices(pairs: Sequence[Pair]) -> list[str]:
-    """Return a line for each option for which auto took different values before and after."""
+    """Return a line for each option for which auto took different values in the two sweeps."""
     changes: dict[tuple[str, str, str], int] = Counter(
         (key, pair.before.taken(key), pair.after.taken(key))
         for pair in pairs
@@ -148,7 +148,7 @@ def _pair(before: Point, after: Point, threshold: float) -> Pair:
 
 
 def table_of(sweep: Sweep, pairs: Sequence[Pair], threshold: float) -> Table:
-    """Return a row for each pair. Those that got worse come first and are marked."""
+    """Return a table with a row for each pair. Pairs that got worse are at the top and marked."""
     pairs = sorted(pairs, key=lambda pair: (WORSE, NOTHING, BETTER, SAME).index(pair.verdict))
     rows = []
     for pair in pairs:

@@ -1,10 +1,10 @@
 """The HTML page of a report, with its charts.
 
-The page needs no network and no other file. Each chart is an SVG in the page, in the ink of the page. Lines differ by
-color and by marker; the colors are those of Okabe and Ito, "Color universal design" (2008), without black and yellow,
-which are invisible on a dark or a light page. Every axis names its unit. A prediction is dashed and hollow, names the
-machines for which it was made, and is not drawn if other machines were measured. Bytes and waits are those of the
-worst rank. Guarantee: text of a record is text on the page, never markup.
+The page needs no network and no other file. Each chart is an SVG element whose text has the page's text color. Lines
+differ by color and by marker. The colors are those of Okabe and Ito, "Color universal design" (2008), without black and
+yellow, which are invisible on a dark or a light page. Every axis names its unit. A prediction is drawn dashed with
+hollow markers, and its chart names the predicted machines. It is not drawn if it is far from the measured times. Bytes
+and waiting times are those of the worst rank. Guarantee: text of a record is text on the page, never markup.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DISTURBANCES = "slow_rank", "slow_link", "jitter"
 
 
 def page_of(sweep: Sweep, title: str, summary: str, say: Callable[[str], None]) -> str:
-    """Return the page as HTML. `say` gets a line about each part that is drawn."""
+    """Return the page as HTML. Call `say` with a line of progress for each panel that is drawn."""
     all_series = series_of(sweep)
     panels = [panel for panel in panels_of(all_series) if panel.view is not SINGLE or len(panel.lines) > 1]
     drawn = []
@@ -81,7 +81,10 @@ def _panel(title: str, names: Sequence[str], charts: Sequence[Any], note: str = 
 
 
 def simulated_panel(file: Path) -> dict[str, Any]:
-    """Return the panel of a simulation, a line for each scaling. Raises `InputError` for a file of another kind."""
+    """Return the panel of a simulation, with a line for each kind of scaling.
+
+    Raises `InputError` if `file` was not written by `ringattn simulate`.
+    """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         curves, config = record["curves"], record["config"]
@@ -125,7 +128,7 @@ Value = Callable[[Point], float | None]
 
 
 class Chart(NamedTuple):
-    """A picture with what it shows in words; `svg` is an element for a page of HTML."""
+    """A picture with its title and a note about what it shows. `svg` is an element for an HTML page."""
 
     title: str
     note: str
@@ -133,7 +136,7 @@ class Chart(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A value to draw for every series. `spread` becomes a bar from low to high; `dashed` lines have hollow markers."""
+    """A value to draw for each point of a series. `spread` is drawn as a bar; `dashed` lines have hollow markers."""
 
     value: Value
     name: str = ""
@@ -142,8 +145,11 @@ class Curve(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """One chart: its title, the label of its axis with the unit, what is drawn, whether the axis is logarithmic, a
-    sentence, and a value to compare with, if there is one."""
+    """The contents of one chart: its title, the unit of its axis, and the curves to draw.
+
+    `logarithmic` says how the axis is scaled, `note` is a sentence below the chart, and `aim` is the perfect value, if
+    there is one.
+    """
 
     title: str
     unit: str
@@ -154,7 +160,7 @@ class Metric(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One line of a chart, in the color and with the marker of `number`. `spread`: low and high at each x."""
+    """One line of a chart. `number` determines its color and marker; `spread` has (low, high) for each x."""
 
     number: int
     xs: Sequence[int]
@@ -164,18 +170,18 @@ class Line(NamedTuple):
 
 
 def charts_of(sweep: Sweep, panel: Panel) -> list[Chart]:
-    """Return the charts of one panel, without those that have nothing to show."""
+    """Return the charts of one panel, without charts that would be empty."""
     charts = [_ratio(sweep, panel, "speed-up"), _ratio(sweep, panel, "efficiency")] if panel.view.ratio else []
     draw = _curves if panel.view.axis else _bars
     charts += [draw(panel, metric) for metric in metrics_of(sweep)]
     return [chart for chart in charts if chart is not None]
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- the metrics -----------------------------------------------------------------------------------------------------
 
 
 def metrics_of(sweep: Sweep) -> list[Metric]:
-    """Return what is shown of every panel besides speed-up and efficiency."""
+    """Return the metrics that are drawn for each panel in addition to speed-up and efficiency."""
 
     def predicted(point: Point) -> float | None:
         return predicted_ms(sweep, point)
@@ -219,7 +225,7 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
 
 
 def _ratio(sweep: Sweep, panel: Panel, what: str) -> Chart | None:
-    """Draw speed-up or efficiency of each series against its own smallest number of ranks."""
+    """Draw the speed-up or efficiency of each series relative to its point with the fewest ranks."""
     lines = []
     for number, (_, series) in enumerate(panel.lines):
         values = {x: getattr(each, what.replace("-", "_"))
@@ -249,7 +255,7 @@ def _curves(panel: Panel, metric: Metric) -> Chart | None:
 
 
 def _note(metric: Metric, form: str) -> str:
-    """Return the sentence below a chart, with what the second form that is drawn stands for."""
+    """Return the note below a chart, with the name of the second curve, which is drawn in the form `form`."""
     return metric.note + "".join(f" {form}: {curve.name}." for curve in metric.curves[1:])
 
 
@@ -260,8 +266,11 @@ def line_chart(
     title: str, note: str, axis: str, unit: str, lines: Sequence[Line], log_base: int = 0,
     aim: Callable[[int], float] | None = None,
 ) -> Chart | None:  # fmt: skip
-    """Draw lines over powers of two; None if they have no points. `log_base`: of the other axis, which begins at 0 if
-    `log_base` is 0; `aim`: what is perfect at each x, dotted."""
+    """Draw lines over an x axis of powers of two; return None if they have no points.
+
+    `log_base` is the base of the y axis; if it is 0, the y axis is linear and begins at 0. `aim` returns the perfect
+    value at an x, which is drawn as a dotted line.
+    """
     xs = sorted({x for line in lines for x in line.xs})
     if not xs:
         return None
@@ -285,7 +294,7 @@ def line_chart(
         axes.set_yscale("log", base=log_base)
         if log_base == 10:
             low, high = axes.get_ylim()
-            # Over many powers of ten, 1, 2 and 5 of each would be too many ticks.
+            # If the axis spans many powers of ten, ticks at 1, 2 and 5 times each would be too many.
             subs = (1, 2, 5) if high < MOST_RATIO * low else (1,)
             axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -296,7 +305,7 @@ def line_chart(
 
 
 def _bars(panel: Panel, metric: Metric) -> Chart | None:
-    """Draw each series as one bar, and what is dashed elsewhere as a hollow mark on it."""
+    """Draw each series as one bar, with a hollow mark for each curve that other charts draw dashed."""
     solid, *hollow = metric.curves
     points = [series.points[0] for _, series in panel.lines]
     values = [solid.value(point) for point in points]
@@ -337,12 +346,12 @@ def _figure(x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def _formatter(unit: str) -> FuncFormatter:
-    """Return how the numbers of an axis are written: percentages of shares, and numbers with a letter."""
+    """Return the formatter of an axis. It writes shares as percentages, and other numbers as `short` does."""
     return FuncFormatter(lambda value, _: f"{100 * value:.3g}" if unit.startswith("%") else short(value))
 
 
 def short(value: float) -> str:
-    """Return a number with a letter: 1,500 is 1.5k, and 4,096 is 4096 since it is a power of two; 2.5 stays."""
+    """Return a number as a short text: 1,500 becomes 1.5k, and 2.5 stays. Powers of two up to 16,384 are in full."""
     if value == int(value) and 0 < value <= 16384 and int(value) & (int(value) - 1) == 0:
         return str(int(value))
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -352,7 +361,10 @@ def short(value: float) -> str:
 
 
 def _chart(figure: Figure, title: str, note: str) -> Chart:
-    """Return the figure as an SVG element: text stays text, ink becomes the page's, and no two charts share an id."""
+    """Return the figure as an SVG element. Its text is not converted to paths, and its ink is the page's text color.
+
+    The ids within the SVG depend on the title, so that charts with different titles do not share an id.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})

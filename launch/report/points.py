@@ -1,12 +1,12 @@
 """Read the folder of a sweep: its points, its environments, the options that differ, and the series of points.
 
-A series is a line of points that share every option except the one on the axis. A sweep has four views. Strong scaling:
-more ranks, the same tokens. Weak scaling: more ranks, the same tokens per rank. Length: more tokens, the same ranks.
-Single: one point.
+A series is a line of points that share every option except the one on the axis. A sweep has four views. In strong
+scaling, points have more ranks and the same tokens. In weak scaling, they have more ranks and the same tokens per rank.
+In the view "length", they have more tokens and the same ranks. In the view "single", each series is one point.
 Guarantees: a folder that cannot be reported raises `InputError` with the reason. A line that a killed sweep left
 unfinished is counted and skipped. If several lines have the same configuration, the last counts. Every point with
-results is in at least one series, except points of one rank that repeat the work of another. Series of the same work
-share the point of one rank.
+results is in at least one series, except points of one rank that repeat the work of another point. Series that do the
+same work on one rank share that point.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ STARTING = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_r
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration that was tried.
+    """One configuration that was run, with or without results.
 
-    `record` is the line of `points.jsonl`; a missing field is None. Times are in milliseconds, of the slowest rank;
-    lists of a record are indexed by rank.
+    `record` is its line of `points.jsonl`; the value of a missing field is None. Times are milliseconds of the slowest
+    rank, and lists of a record are indexed by rank.
     """
 
     record: Mapping[str, Any]
@@ -57,12 +57,12 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the whole sequence."""
+        """Return the number of tokens of the whole sequence."""
         return int(self.record["tokens"])
 
     @property
     def tokens_per_rank(self) -> int:
-        """Return the tokens of the rank that has the most."""
+        """Return the number of tokens of the rank that has the most."""
         return -(-self.tokens // self.world_size)
 
     def median(self, key: str) -> float | None:
@@ -71,43 +71,43 @@ class Point:
         return None if timed is None else float(timed["median"])
 
     def spread(self, key: str) -> tuple[float, float]:
-        """Return the 10th and the 90th percentile, or zeros if nothing was timed."""
+        """Return the 10th and the 90th percentile of `forward_ms`, `backward_ms` or `pass_ms`; zeros if not timed."""
         timed = self.record.get(key) or {"p10": 0, "p90": 0}
         return float(timed["p10"]), float(timed["p90"])
 
     def most(self, key: str) -> float | None:
-        """Return the largest value of all ranks, for example of `peak_bytes`."""
+        """Return the largest value over all ranks of a field such as `peak_bytes`."""
         by_rank = self.record.get(key)
         return max(map(float, by_rank)) if by_rank else None
 
     def number(self, key: str) -> float | None:
-        """Return a number of the record, for example `tflops`."""
+        """Return a field of the record that is a number, such as `tflops`."""
         value = self.record.get(key)
         return None if value is None else float(value)
 
     def exposed_ms(self, passes: Sequence[str]) -> float | None:
-        """Return how long the rank that waited longest waited for messages, in all `passes` together."""
+        """Return the waiting time for messages, summed over `passes`, of the rank that waited longest."""
         by_pass = self.record.get("exposed_ms") or {}
         parts = [by_pass.get(name) for name in passes]
         return max(sum(rank) for rank in zip(*parts, strict=True)) if parts and all(parts) else None
 
     def predicted(self, key: str) -> Any:
-        """Return a value of the prediction."""
+        """Return the field `key` of the prediction, or None if there is none."""
         return (self.record.get("predicted") or {}).get(key)
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Return the configuration with values as text."""
+        """Return the values of all options as text, by dotted key."""
         return dict(flat(self.record["config"]))
 
     def taken(self, key: str) -> str:
-        """Return the value of an option that ran: the one that auto took, or that of the configuration."""
+        """Return the value with which an option ran: the value that auto took, or that of the configuration."""
         return str((self.record.get("resolved") or {}).get(key) or self.options.get(key, ""))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a folder, with the numbers of unreadable lines and of lines that a later one replaced."""
+    """All points of a folder, with the numbers of unreadable lines and of lines that a later line replaced."""
 
     folder: Path
     points: Sequence[Point]
@@ -134,7 +134,7 @@ class Sweep:
 
     @cached_property
     def passes(self) -> tuple[str, ...]:
-        """Return the passes that every point with results has timed: forward, or forward and backward."""
+        """Return the passes that were timed in each point with results: forward, or forward and backward."""
         both = bool(self.ok) and all(point.median("backward_ms") is not None for point in self.ok)
         return ("forward", "backward") if both else ("forward",)
 
@@ -143,7 +143,7 @@ class Sweep:
         return "pass_ms" if len(self.passes) > 1 else "forward_ms"
 
     def pass_ms(self, point: Point) -> float:
-        """Return the time of `passes` together: the median over repeats of their sum."""
+        """Return the total time of `passes`: the median over repetitions of their sum."""
         return point.median(self._time) or 0.0
 
     def pass_spread(self, point: Point) -> tuple[float, float]:
@@ -151,16 +151,16 @@ class Sweep:
         return point.spread(self._time)
 
     def tokens_per_s(self, point: Point) -> float | None:
-        """Return tokens over `pass_ms`, of all sequences."""
+        """Return the tokens per second of all sequences of the batch, based on `pass_ms`."""
         taken_ms = self.pass_ms(point)
         return int(point.options.get("batch") or 1) * point.tokens / taken_ms * 1e3 if taken_ms else None
 
     def option(self, point: Point, key: str) -> str:
-        """Return an option's value as text; `any` for what makes no difference to one rank alone."""
+        """Return an option's value as text. If the point has one rank and the option no effect on it, return `any`."""
         return ANY if point.world_size == 1 and key in BETWEEN else point.options.get(key, "")
 
     def shown(self, point: Point, key: str) -> str:
-        """Return `option`, with the value that auto took: `auto: ring`."""
+        """Return the text of `option`. If it is auto, append the value that auto took, as in `auto: ring`."""
         text = self.option(point, key)
         taken = point.taken(key)
         return f"{text}: {taken}" if text == "auto" != taken else text
@@ -174,9 +174,9 @@ class Sweep:
 
     @cached_property
     def alone(self) -> dict[tuple[str, ...], Point]:
-        """Return the points of one rank, by options and tokens: the baseline of all schedules, layouts and transports.
+        """Return the points of one rank by options and tokens. They are the baselines of all other points.
 
-        If several did the same work, the fastest is returned.
+        One rank does the same work with each schedule, layout and transport. Of such points, the fastest is returned.
         """
         baselines: dict[tuple[str, ...], Point] = {}
         for point in sorted((point for point in self.ok if point.world_size == 1), key=self.pass_ms):
@@ -217,7 +217,7 @@ def _environments(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def differing(environments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the facts in which environments are not all the same."""
+    """Return the dotted keys of the facts in which the environments differ."""
     facts = [dict(flat(environment)) for environment in environments]
     keys = sorted({key for environment in facts for key in environment})
     return [key for key in keys if len({environment.get(key) for environment in facts}) > 1]
@@ -271,7 +271,7 @@ SINGLE = View("single", "Side by side", "", False, ("", _tokens), _ranks)
 
 
 class Series(NamedTuple):
-    """Points along one axis. `key` holds the options that name the series, and what stays the same along it."""
+    """Points along one axis. `key` holds the options that name the series and the size that all its points share."""
 
     view: View
     key: Mapping[str, str]
@@ -290,7 +290,7 @@ class Series(NamedTuple):
 class Panel(NamedTuple):
     """Series that are drawn together, each with its name.
 
-    `title` says what distinguishes them from other panels; it is empty if the view has a single panel.
+    `title` says how the series differ from those of other panels; it is empty if the view has a single panel.
     """
 
     view: View
@@ -299,9 +299,10 @@ class Panel(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """A point compared with the point of its series with the fewest ranks, which counts as perfect.
+    """A point compared with the point of its series that has the fewest ranks, whose efficiency counts as 1.
 
-    A series that starts on two ranks starts with a speed-up of 2. `efficiency` is the speed-up divided by the ranks.
+    A series that starts on two ranks therefore starts with a speed-up of 2. `efficiency` is the speed-up divided by the
+    number of ranks.
     """
 
     speed_up: float
@@ -309,13 +310,13 @@ class Scaling(NamedTuple):
 
 
 def named(key: Mapping[str, str]) -> str:
-    """Return options as words: `schedule ring, tokens 4,096`."""
+    """Return options as a text, such as `schedule ring, tokens 4,096`."""
     texts = {name: f"{int(value):,}" if value.isdigit() else value or "none" for name, value in key.items()}
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
 def by_size(text: str) -> tuple[int, str]:
-    """Return a key to sort the values of an option by: numbers by size, words by letters."""
+    """Return a sort key for the values of an option: numbers sort by size and words alphabetically."""
     return (int(text), "") if text.isdigit() else (0, text)
 
 
@@ -338,7 +339,7 @@ def series_of(sweep: Sweep) -> list[Series]:
         for options in sorted(groups, key=lambda options: list(map(by_size, options))):
             members = groups[options]
             if view.ratio and set(members) != {1}:
-                # One rank is the same for every schedule, layout and transport, so its point is in each series.
+                # One rank does the same work with every schedule, layout and transport, so its point is in each series.
                 alike = (ANY if key in BETWEEN else value for key, value in zip(sweep.varying, options, strict=False))
                 if baseline := sweep.alone.get((*alike, options[-1])):
                     members[1] = baseline
@@ -357,7 +358,7 @@ def series_of(sweep: Sweep) -> list[Series]:
 
 
 def panels_of(every: Sequence[Series]) -> list[Panel]:
-    """Return panels of at most `LINES` series, whose lines are named by as few options as possible."""
+    """Return panels of at most `LINES` series. As few options as possible form the names of their lines."""
     panels: list[Panel] = []
     for view in (STRONG, WEAK, LENGTH, SINGLE):
         members = [series for series in every if series.view is view]
@@ -375,7 +376,10 @@ def panels_of(every: Sequence[Series]) -> list[Panel]:
 
 
 def _line_keys(members: Sequence[Series], varying: Sequence[str]) -> list[str]:
-    """Return the options that distinguish the lines of a panel: at least one, choices first, while lines are few."""
+    """Return the options that distinguish the lines of a panel.
+
+    There is at least one if any varies. More are added, `CHOICES` first, while a panel has at most `LINES` lines.
+    """
     within: list[str] = []
     for key in sorted(varying, key=lambda key: key not in CHOICES):
         lines: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
@@ -388,10 +392,10 @@ def _line_keys(members: Sequence[Series], varying: Sequence[str]) -> list[str]:
 
 
 def scaling(sweep: Sweep, series: Series) -> list[Scaling | None]:
-    """Compare each point of a series with its first one by the rate of work.
+    """Compare the rate of work of each point of a series with that of its first point.
 
-    With the same tokens, the rate is the inverse of the time. With the same tokens per rank, the work of a rank grows
-    with the sequence, so the rate counts the pairs that the mask allows (`tflops`). It is None if that is unknown.
+    In strong scaling, the rate is the inverse of the time. In weak scaling, the work of a rank grows with the sequence,
+    so the rate is `tflops`, which counts the pairs that the mask allows. A comparison is None if the rate is unknown.
     """
 
     def rate(point: Point) -> float | None:
@@ -406,7 +410,7 @@ def scaling(sweep: Sweep, series: Series) -> list[Scaling | None]:
 
 
 def groups_of(sweep: Sweep) -> list[list[Point]]:
-    """Return groups of points with the same workload and ranks, which differ only in `CHOICES`, the fastest first."""
+    """Group the points with the same workload and ranks, which differ only in `CHOICES`; sort each group by time."""
     groups: dict[tuple[Any, ...], list[Point]] = defaultdict(list)
     workload = [key for key in sweep.varying if key not in CHOICES]
     for point in sweep.points:

@@ -1,7 +1,7 @@
 """`ringattn report`: print the results of a sweep as tables, and write them as Markdown and as an HTML page.
 
-Files of `ringattn simulate` in the folder of the sweep get a section of the page. Guarantees: unfinished sweeps and
-sweeps of failures are reported too; a report reads its folder and writes two files there, nothing else.
+Each file of `ringattn simulate` in the folder of the sweep becomes a section of the page. Guarantees: unfinished sweeps
+and sweeps without any result are reported too. A report reads only its folder, and writes only two files there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _drawing(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show what is being drawn: one changing line on a terminal, plain lines elsewhere."""
+    """Yield a function that shows the progress of drawing: one changing line on a terminal, plain lines elsewhere."""
     if not console.is_terminal:
         yield lambda line: print(f"drawing: {line}", flush=True)
         return
@@ -84,7 +84,7 @@ def title_of(sweep: Sweep) -> str:
 
 
 def summary_of(sweep: Sweep) -> str:
-    """Return how many points there are, how they ended, and when and with which code they ran."""
+    """Return a text about the sweep: the number of points, how they ended, and when and with which code they ran."""
     text = f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"
     if sweep.failed:
         text += f", {len(sweep.failed)} without"
@@ -103,7 +103,7 @@ def summary_of(sweep: Sweep) -> str:
 
 
 def _commit(name: str) -> str:
-    """Return the first digits of a commit, and a suffix such as -dirty."""
+    """Return a commit shortened to 12 digits, with its suffix such as -dirty."""
     digits, dash, rest = name.partition("-")
     return f"{digits[:12]}{dash}{rest}"
 
@@ -116,7 +116,7 @@ def _day(started: str) -> str:
 
 
 def markdown_of(sweep: Sweep) -> str:
-    """Return the report as Markdown: the head, the tables, the configuration, the environments."""
+    """Return the report as Markdown: the summary, tables, configuration, environments, and commands."""
     parts = [f"# {title_of(sweep)}", summary_of(sweep), "Charts: `report.html` in the same folder."]
     for table in tables_of(sweep, series_of(sweep)):
         parts += [f"## {table.title}", markdown_table(table), table.note]

@@ -35,10 +35,10 @@ ALWAYS_SHOWN = ("causal", "window", "mask", "schedule", "layout", "dtype", "tran
 
 
 class Table(NamedTuple):
-    """Rows of text.
+    """A table with rows of text.
 
-    `marked` are the rows that are the best of their group, and `note` is a sentence below the table. The first `texts`
-    columns are words, the rest are numbers.
+    `marked` has the numbers of the rows to emphasize, and `note` is a sentence below the table. The first `texts`
+    columns are words; the others are numbers.
     """
 
     title: str
@@ -66,19 +66,19 @@ def markdown_table(table: Table) -> str:
 
 
 def console_of(width: int) -> Console:
-    """Return the terminal, or lines of `width` columns if the output is not a terminal."""
+    """Return a console for standard output. If that is not a terminal, its lines have `width` columns."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 def tables_of(sweep: Sweep, every: Sequence[Series], brief: bool = False) -> list[Table]:
-    """Return the tables that have rows: results, scaling, failures. If `brief`, they fit a terminal."""
+    """Return the tables of results, scaling and failures that are not empty. If `brief`, they fit into a terminal."""
     tables = [results(sweep, brief), scalings(sweep, every), failures(sweep)]
     return [table for table in tables if table.rows]
 
 
 def results(sweep: Sweep, brief: bool = False) -> Table:
-    """Return a row for each point with results, grouped by workload and ranks, the fastest of each group first."""
+    """Return a table with a row for each point with results, grouped by workload and ranks and sorted by time."""
     columns = [column for column in _columns(sweep, brief) if any(column[1](point) != UNKNOWN for point in sweep.ok)]
     rows: list[tuple[str, ...]] = []
     marked: set[int] = set()
@@ -106,14 +106,20 @@ def results(sweep: Sweep, brief: bool = False) -> Table:
 
 
 def is_best(sweep: Sweep, fastest_first: Sequence[Point]) -> bool:
-    """Return whether the first point is faster than the second beyond noise. A single rank has no choices."""
+    """Return whether the first point is faster than the second beyond noise: their p10 to p90 do not overlap.
+
+    The result is False for points of one rank, on which the choices have no effect.
+    """
     if len(fastest_first) < 2 or fastest_first[0].world_size == 1:
         return False
     return sweep.pass_spread(fastest_first[0])[1] < sweep.pass_spread(fastest_first[1])[0]
 
 
 def _columns(sweep: Sweep, brief: bool) -> list[tuple[str, Callable[[Point], str]]]:
-    """Return the heading and the text of each column of results; if `brief`, only the most important columns."""
+    """Return the heading of each column of results, with the function that returns a point's text.
+
+    If `brief`, only the most important columns are returned.
+    """
 
     def timed(key: str) -> Callable[[Point], str]:
         def show(point: Point) -> str:
@@ -155,7 +161,7 @@ def _options(sweep: Sweep, point: Point) -> tuple[str, ...]:
 
 
 def scalings(sweep: Sweep, every: Sequence[Series]) -> Table:
-    """Return the speed-up and efficiency of every point of a series over ranks."""
+    """Return a table of the speed-up and efficiency of each point of the strong and weak scaling series."""
     rows = []
     for series in every:
         if series.view.ratio:
@@ -174,7 +180,7 @@ def scalings(sweep: Sweep, every: Sequence[Series]) -> Table:
 
 
 def failures(sweep: Sweep) -> Table:
-    """Return a row for each point without results."""
+    """Return a table with a row for each point without results."""
     rows = []
     for point in sweep.failed:
         message = " ".join(str(point.record.get("message") or UNKNOWN).split())
@@ -185,7 +191,7 @@ def failures(sweep: Sweep) -> Table:
 
 
 def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return the options that all points share, with their values and what auto took, without empty values."""
+    """Return the options that all points share and their values, or the values that auto took. Omit empty values."""
     options = sweep.points[0].options
     keys = [key for key in options if key not in (*sweep.varying, *AXES, *STARTING) and options[key]]
     order = {key: place for place, key in enumerate(ALWAYS_SHOWN)}
@@ -198,7 +204,7 @@ def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return each option that differs, with its values in order."""
+    """Return each option that differs between points, with its values in order."""
     sizes = {"ranks": {p.world_size for p in sweep.points}, "tokens": {p.tokens for p in sweep.points}}
     numbers = [(key, ", ".join(f"{value:,}" for value in sorted(values))) for key, values in sizes.items()]
     texts = [(key, {point.options.get(key) or UNKNOWN for point in sweep.points}) for key in sweep.varying]
@@ -206,12 +212,12 @@ def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def facts_of(sweep: Sweep) -> list[tuple[str, Sequence[tuple[str, str]]]]:
-    """Return the first sections of a report, each with a heading: what was swept, and what all points share."""
+    """Return two sections of a report with their headings: the options that differ, and those that all points share."""
     return [("Swept", swept_options(sweep)), ("The same in all points", shared_options(sweep))]
 
 
 def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the facts of each environment that are not empty; after the first, only those that differ."""
+    """Return the facts of each environment that are not empty. After the first environment, only differing facts."""
     different = differing(sweep.environments.values())
     result: list[tuple[str, list[tuple[str, str]]]] = []
     for name, facts in sweep.environments.items():
@@ -221,7 +227,7 @@ def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def commands(sweep: Sweep) -> list[str]:
-    """Return the commands that repeat the points, those with results first."""
+    """Return the commands that repeat the points. Points with results are first."""
     return list(dict.fromkeys(p.record["command"] for p in (*sweep.ok, *sweep.failed) if p.record.get("command")))
 
 
@@ -233,7 +239,7 @@ def figure(value: float | None) -> str:
 
 
 def overlap_name(sweep: Sweep) -> str:
-    """Return the name of the column: an upper bound if a transport does not report when messages arrive."""
+    """Return the name of the overlap column, which says "at most" if a transport does not report arrivals."""
     bound = any(point.record.get("arrivals_known") is False for point in sweep.ok)
     return "overlap, at most" if bound else "overlap"
 
