@@ -1,1 +1,1 @@
-"""Training a byte-level language model whose sequences are split over ranks."""
+"""Training of a small language model whose sequences are sharded over ranks."""

@@ -1,13 +1,14 @@
-"""Checkpoints of a training run, by `torch.distributed.checkpoint`: saved whole, found again, loaded anywhere.
+"""Checkpoints of a training run: save, find, check and load them, with `torch.distributed.checkpoint`.
 
-A checkpoint is a folder `step-N` of the run's `out/checkpoints`: the weights and the optimizer's state, written by
-all ranks together, and `run.json`, written last, which says of which run and step it is and lists every other file with
-its bytes and digest, and has a digest of itself. On several machines the folder is shared.
+A checkpoint is a folder `step-N` in the run's `out/checkpoints`. It holds the weights and the optimizer's state, which
+all ranks write together, and `run.json`, which is written last. `run.json` names the run and the step, lists every
+other file with its bytes and digest, and has a digest of itself. On several machines the folder is shared.
 
-Guarantees: a checkpoint exists once it is complete, and not before; a file that is missing, shorter, longer or
-different from when it was written is named before anything is loaded; the last two good checkpoints are kept, and a
-damaged one is never loaded. One of another model or of other data is refused by the name of the key that differs; any
-number of replicas, ranks and any sharding may load it. Loading runs no code that a checkpoint holds.
+Guarantees: a checkpoint exists only once it is complete. If a file is missing, or has a length or content other than
+was written, it is named before anything is loaded. The last two good checkpoints are kept, and a damaged checkpoint is
+never loaded. A checkpoint of another model or of other data is refused, and the error names the key that differs. A
+checkpoint can be loaded with any number of replicas and ranks and any sharding. Loading runs no code that a checkpoint
+holds.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MAY_CHANGE = frozenset({
 
 @dataclass
 class Curve:
-    """Losses and gradient norms of all steps since the run began, in whatever process; one loss for each step done."""
+    """Losses and gradient norms of all steps since the run began, including those before a resume."""
 
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Curve:
 def checkpoints_of(
     everyone: Ring, config: TrainConfig, text: Documents, lock: FolderLock | None = None
 ) -> Checkpoints | None:
-    """Return the checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
+    """Return the checkpoints of a run, or None if it saves none and no rank sees any. This is a collective call."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
     seen = everyone.all_gather_text(
         "".join(map(str, named(Path(config.out) / "checkpoints")))
@@ -88,7 +89,10 @@ class Checkpoints:
     """The checkpoints of one run. All ranks call its methods together."""
 
     def __init__(self, everyone: Ring, config: TrainConfig, text: Documents, lock: FolderLock | None = None) -> None:
-        """`text`: what the run learns; `lock`: rank 0's of the folder. Raises `InputError` if ranks are threads."""
+        """Open the process group that checkpoints need. Raises `InputError` if the ranks are threads.
+
+        `text`: the text that the run learns. `lock`: the lock of the folder on rank 0, None on other ranks.
+        """
         if everyone.world_size > 1:
             saves = config.checkpoint_every_steps is not None
             key = "checkpoint_every_steps" if saves else f"resume={config.resume}"
@@ -97,24 +101,26 @@ class Checkpoints:
         self.folder = Path(config.out) / "checkpoints"
         self.damaged: list[str] = []
         """Checkpoints that were passed over, one sentence each."""
-        # The text by its content: its file may have another path, and another text the same path.
+        # Identify the text by its content, because its file may be moved, and another text may have the same path.
         facts = {key: value for key, value, _ in leaves(config) if key not in MAY_CHANGE}
         self.facts = {**facts, "text": text.digest()}
 
     def save_if_due(self, model: Transformer, optimizer: Optimizer, curve: Curve) -> None:
-        """Save every `checkpoint_every_steps` and after the last step, once a step was not skipped."""
+        """Save after every `checkpoint_every_steps` steps and after the last, unless all steps so far were skipped."""
         done, every = len(curve.losses), self.config.checkpoint_every_steps
         if done == len(curve.skipped_steps):
-            # Nothing has changed since the start; and torch would make the optimizer's state by a step that counts.
+            # Nothing has changed since the start. Besides, saving now would make torch create the optimizer's state by
+            # a step that counts.
             return
         if every is not None and (done % every == 0 or done == self.config.steps):
             self.save(model, optimizer, curve)
 
     def save(self, model: Transformer, optimizer: Optimizer, curve: Curve) -> None:
-        """Save the state after `len(curve.losses)` steps. A run that is killed meanwhile has the previous checkpoints.
+        """Save the state after `len(curve.losses)` steps. If the run is killed meanwhile, the earlier checkpoints stay.
 
-        Raises, on all ranks, `NonFiniteError` for weights that are not finite, and `RingError` if the files cannot be
-        written or the folder is not this run's any more; the previous checkpoints stay.
+        Raises, on all ranks, `NonFiniteError` if weights or optimizer state are not finite, and `RingError` if the
+        files cannot be written or this run no longer holds the lock of the folder. The earlier checkpoints stay then,
+        too.
         """
         done = len(curve.losses)
         if not all_finite(self.everyone, model, optimizer):
@@ -133,7 +139,7 @@ class Checkpoints:
         def begin() -> None:
             if lost := self.lock and self.lock.lost():
                 raise RingError(f"out={self.config.out}: {lost}; nothing is saved there any more")
-            # Of a save or a removal during which the run was killed.
+            # Remove what a save or a removal left when the run was killed.
             for remains in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.deleted")]:
                 shutil.rmtree(remains)
             partial.mkdir(parents=True)
@@ -141,7 +147,7 @@ class Checkpoints:
         def write() -> dict[str, tuple[int, str]]:
             with _without_group_warning():
                 dcp.save(state, checkpoint_id=partial)
-            # Each rank reads its own files back, so that all digests take no longer than those of one rank.
+            # Each rank computes the digests of its own files, so they are computed in parallel.
             return {file.name: described(file) for file in partial.glob(f"__{rank}_*")}
 
         def end(files: dict[str, tuple[int, str]]) -> None:
@@ -151,7 +157,7 @@ class Checkpoints:
                 remove(path)
             partial.rename(path)
 
-        # Each step is confirmed by all ranks. The folder gets the name of a checkpoint last, in one rename.
+        # All ranks confirm each of the three steps. The last one renames the folder to the name of a checkpoint.
         self._on_all_ranks(partial, needed, begin if rank == 0 else None)
         of_ranks = self._on_all_ranks(partial, needed, write)
         files = {name: tuple(facts) for of_rank in of_ranks for name, facts in of_rank.items()}
@@ -161,8 +167,8 @@ class Checkpoints:
     def _on_all_ranks(self, partial: Path, needed_bytes: int, work: Callable[[], Any] | None) -> list[Any]:
         """Run `work`, if any, on each rank and return the results by rank.
 
-        If it fails on a rank, the unfinished save is removed and all ranks raise. An error that a signal handler
-        raises in `work` abandons the save and is raised as it is.
+        If `work` fails on a rank, the unfinished save is removed and all ranks raise `RingError`. If a signal handler
+        raises an error within `work`, the save is removed and the same error is raised.
         """
         answer, failure = None, None
         try:
@@ -179,7 +185,7 @@ class Checkpoints:
         if failed:
             if self.everyone.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            # No rank looks for checkpoints, or raises and ends, before the folder is clean.
+            # Wait until the folder is clean before a rank looks for checkpoints, or raises and ends.
             self.everyone.barrier()
             of_rank = f" (rank {failed[0][0]})" if self.everyone.world_size > 1 else ""
             outlook = "no checkpoint exists yet"
@@ -193,7 +199,7 @@ class Checkpoints:
         return bool(json.loads(self.everyone.all_gather_text(json.dumps(bool(named(self.folder))))[0]))
 
     def _keep_good_ones(self, new: Path) -> None:
-        """Remove checkpoints older than the last `KEPT` good ones; a damaged one does not count as one of them."""
+        """Remove the checkpoints older than the last `KEPT` good ones. Damaged checkpoints are not counted."""
         names = json.loads(self.everyone.all_gather_text(json.dumps([path.name for path in named(self.folder)]))[0])
         good = 0
         for path in (self.folder / name for name in names):
@@ -205,12 +211,12 @@ class Checkpoints:
                 good += path == new or self._damage(path) is None
 
     def resume(self, model: Transformer, optimizer: Optimizer) -> Curve:
-        """Load the checkpoint that `resume` selects into the model and its optimizer.
+        """Load the checkpoint that the option `resume` selects into the model and its optimizer.
 
-        Returns the curve so far, empty for a run that begins. `resume=auto` passes over damaged checkpoints for the
-        newest good one. Raises `InputError`, with the key first, for a checkpoint that is damaged, might run code, does
-        not exist, is of another run or of a later step than the last. Also if `resume` is not auto and the folder has
-        checkpoints already, unless this is a restart by the torchrun that saved them.
+        Return the curve so far, which is empty for a new run. `resume=auto` selects the newest checkpoint that is not
+        damaged. Raises `InputError`, with the key first, for a checkpoint that is damaged, might run code, does not
+        exist, belongs to another run, or has more steps than `steps`. Also raises it if `resume` is not auto and the
+        folder already has checkpoints, unless this is a restart by the torchrun that saved them.
         """
         is_named, candidates = self._chosen()
         if not candidates:
@@ -231,7 +237,11 @@ class Checkpoints:
         return curve
 
     def _first_good(self, candidates: Sequence[Path], is_named: bool) -> Path:
-        """Return the newest candidate that is not damaged. If `resume` names one (`is_named`), only that one."""
+        """Return the newest candidate that is not damaged.
+
+        If the option `resume` names a checkpoint (`is_named`), only this one may be returned. Raises `InputError` if
+        the checkpoint or all candidates are damaged.
+        """
         damages = []
         for path in candidates:
             damage = self._damage(path)
@@ -252,7 +262,7 @@ class Checkpoints:
         return path
 
     def _damage(self, path: Path) -> str | None:
-        """Return what is wrong with a checkpoint and in which file, None for a good one; each rank reads some files."""
+        """Return a text about the first damaged file of a checkpoint, or None. Each rank checks some of the files."""
         damage = ""
         try:
             check_files(path, read_run(path)["files"], self.everyone.rank, self.everyone.world_size)
@@ -261,7 +271,10 @@ class Checkpoints:
         return next(filter(None, self.everyone.all_gather_text(damage)), None)
 
     def _chosen(self) -> tuple[bool, list[Path]]:
-        """Return whether `resume` names a checkpoint, and the candidates, the best first: the same on all ranks."""
+        """Return whether the option `resume` names a checkpoint, and the candidates, best first.
+
+        The result is the same on all ranks.
+        """
         resume, saved = self.config.resume, named(self.folder)
         view = [list(map(str, saved)), _is_of_this_job(saved), (Path(resume) / RUN).exists()]
         views = [json.loads(message) for message in self.everyone.all_gather_text(json.dumps(view))]
@@ -304,7 +317,7 @@ def _newest(paths: Sequence[str]) -> str:
 
 
 def _interrupt(error: BaseException, rank: int) -> BaseException | None:
-    """Return what a signal handler raised on this rank: torch wraps KeyboardInterrupt and SystemExit in its error."""
+    """Return the KeyboardInterrupt or SystemExit that torch wrapped in this rank's `CheckpointException`, or None."""
     if not isinstance(error, CheckpointException) or rank not in error.failures:
         return None
     of_rank = error.failures[rank][0]
@@ -323,7 +336,7 @@ def _is_of_this_job(saved: Sequence[Path]) -> bool:
 
 
 def _bytes_of(state: Any) -> int:
-    """Return the bytes of this rank's tensors in nested dictionaries."""
+    """Return the total bytes of this rank's tensors in nested dictionaries."""
     if isinstance(state, dict):
         return sum(map(_bytes_of, state.values()))
     return local_bytes(state) if isinstance(state, Tensor) else 0
@@ -331,20 +344,23 @@ def _bytes_of(state: Any) -> int:
 
 @contextmanager
 def _without_group_warning() -> Iterator[None]:
-    """Silence torch's warning that there is no process group, which one process does not need."""
+    """Silence torch's warning that there is no process group, because a single process does not need one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _state(model: Transformer, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state that is saved and loaded: this rank's shard of it under FSDP, else all of it."""
+    """Return the state of model and optimizer to save or load. Under FSDP it is this rank's shard."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
 def all_finite(everyone: Ring, model: Transformer, optimizer: Optimizer | None = None) -> bool:
-    """Return whether the weights, and the optimizer's state if given, are finite on all ranks. A collective call."""
+    """Return whether the weights and the optimizer's state are finite on all ranks. This is a collective call.
+
+    Without `optimizer`, only the weights are checked.
+    """
     tensors: list[Tensor] = [weight.detach() for weight in model.parameters()]
     if optimizer is not None:
         tensors += [part for state in optimizer.state.values() for part in state.values() if isinstance(part, Tensor)]
@@ -353,7 +369,7 @@ def all_finite(everyone: Ring, model: Transformer, optimizer: Optimizer | None =
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point():
             spoiled += (~local.isfinite().all()).to(spoiled)
-    # Under FSDP one rank may hold the only shard that is not finite, and all ranks must raise.
+    # Sum over all ranks: under FSDP, one rank may hold the only shard that is not finite.
     everyone.all_reduce([spoiled])
     return not spoiled.item()
 
@@ -362,11 +378,11 @@ def all_finite(everyone: Ring, model: Transformer, optimizer: Optimizer | None =
 
 
 class DamagedError(Exception):
-    """A checkpoint differs from what was written; the message names the file."""
+    """The error if a checkpoint differs from what was written. The message names the file."""
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in the `out` of a run, or None. Its content is not checked."""
+    """Return the newest complete checkpoint of the run with the folder `folder`, or None. Its files are not checked."""
     return next((path for path in named(folder / "checkpoints") if (path / RUN).exists()), None)
 
 
@@ -377,23 +393,23 @@ def named(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: rename it first, so that a half removed one does not have a checkpoint's name."""
+    """Remove a checkpoint. It is renamed first, so that a partly removed folder does not have a checkpoint's name."""
     shutil.rmtree(path.rename(path.with_suffix(".deleted")))
 
 
 def described(path: Path) -> tuple[int, str]:
-    """Return the bytes and the digest of a file."""
+    """Return the size in bytes and the digest of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         return file.tell(), digest
 
 
 def write_run(folder: Path, content: dict[str, Any], files: dict[str, tuple[int, str]]) -> None:
-    """Write `run.json`, which makes `folder` a checkpoint: the facts of the run, and all other files."""
+    """Write `run.json`, which completes the checkpoint in `folder`: the facts of the run, and a list of its files."""
     content = {**content, "files": files}
     with (folder / RUN).open("x", encoding="utf-8") as run:
         json.dump({**content, "digest": _digest(content)}, run, allow_nan=False)
-        # On the disk before the rename that follows. torch has done so with the other files.
+        # Flush the file to the disk before the folder is renamed. torch has already flushed the other files.
         run.flush()
         os.fsync(run.fileno())
 
@@ -416,7 +432,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, files: dict[str, tuple[int, str]], part: int = 0, parts: int = 1) -> None:
-    """Raise `DamagedError` for the first file that differs from what was written, of every `parts`-th from `part`."""
+    """Raise `DamagedError` for the first file that differs from what was written.
+
+    Of the sorted files, every `parts`-th is checked, beginning with number `part`.
+    """
     for name in sorted(files)[part::parts]:
         path, (size, digest) = folder / name, files[name]
         try:
@@ -461,26 +480,29 @@ ALLOWED: dict[tuple[str, str], Any] = {
 REMEDY = "it might run code, and `ringattn train` writes no such thing: load only checkpoints that you trust"
 
 
-# torch's reader unpickles `.metadata`, and its planner unpickles every entry that is not a tensor, with any class. So
-# the author of a checkpoint can run code in the process that loads it. Here `.metadata` may hold only what torch itself
-# writes there, and the entries are loaded with `weights_only=True`.
+# torch's reader unpickles `.metadata`, and its planner unpickles every entry that is not a tensor, both with any class.
+# The author of a checkpoint could therefore run code in the process that loads it. Here `.metadata` may hold only the
+# classes that torch itself writes there, and the entries are loaded with `weights_only=True`.
 
 
 class MetadataUnpickler(pickle._Unpickler):
-    """The unpickler in Python, whose steps can be overridden."""
+    """An unpickler that finds only `ALLOWED` objects. It extends Python's unpickler, whose steps can be overridden."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of a name in the pickle."""
+        """Return the object for a name in the pickle. Raises `InputError` if it is not in `ALLOWED`."""
         try:
             return ALLOWED[module, name]
         except KeyError:
             raise InputError(f".metadata names {module}.{name}; {REMEDY}") from None
 
     def load_build(self) -> None:
-        """Set attributes of an object: never of a class or function, which would change it for the whole process."""
+        """Set the attributes of an object, which must be one of `INSTANCES`.
+
+        A class or function is refused, because setting its attributes would change it for the whole process.
+        """
         if not isinstance(self.stack[-2], INSTANCES):
             raise InputError(f".metadata sets attributes of {self.stack[-2]!r}; {REMEDY}")
         build: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
@@ -501,14 +523,14 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp_metadata.Metadata:
         """See `FileSystemReader.read_metadata`."""
-        # What torch's method does after it has unpickled the file.
+        # Do what torch's method does after it has unpickled the file.
         self._metadata.storage_meta = self._metadata.storage_meta or dcp_metadata.StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner; entries that are no tensors may be numbers, text, and lists, tuples and dictionaries of them."""
+    """torch's planner, but it loads entries other than tensors with `weights_only=True`, so they cannot run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """See `DefaultLoadPlanner.load_bytes`, which loads any class."""
@@ -524,7 +546,8 @@ class Planner(DefaultLoadPlanner):
 def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
     """Load the checkpoint at `path` into the tensors and entries of `state`, on all ranks together.
 
-    Raises `InputError` on all ranks if it holds other classes, `RingError` if it cannot be loaded.
+    Raises `InputError` on all ranks if the checkpoint holds classes that are not allowed, and `RingError` if it cannot
+    be loaded.
     """
     reader, refusal = None, None
     try:
@@ -533,7 +556,7 @@ def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
         refusal = error
     except Exception as error:  # unpickling may raise any error for damaged bytes
         refusal = InputError(f".metadata cannot be read ({type(error).__name__}: {error})")
-    # All ranks refuse before any of them is in `dcp.load`, where it would wait for the others.
+    # All ranks must refuse together. A rank that entered `dcp.load` alone would wait for the others.
     everyone.check_consistency("which checkpoint to load", refusal, always=True)
     try:
         dcp.load(state, storage_reader=reader, planner=Planner())
@@ -545,7 +568,7 @@ def load_checkpoint(everyone: Ring, state: dict[str, Any], path: Path) -> None:
 
 
 def first_failure(error: BaseException) -> BaseException:
-    """Return the error of the first failed rank inside a `CheckpointException`, which is not an `Exception`."""
+    """Return the error of the first failed rank inside a `CheckpointException`, or `error` if it is not one."""
     if not isinstance(error, CheckpointException):
         return error
     return next((of_rank for of_rank, _ in error.failures.values()), error)

@@ -1,4 +1,4 @@
-"""The options of a training run, and which of them contradict each other. Imports without torch."""
+"""The options of a training run, and checks that they do not contradict each other. Does not import torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def from_spec(spec: Mapping[str, Any]) -> TrainConfig:
 
 
 def check_sizes(config: TrainConfig) -> None:
-    """Raise `InputError`, with the key first, if two options contradict each other on any machine."""
+    """Raise `InputError`, with the key first, if two options contradict each other, whatever the machine."""
     model = config.model
     if config.ranks is not None and config.ranks > config.tokens:
         raise InputError(f"ranks={config.ranks}: more ranks than tokens (tokens={config.tokens})")
@@ -135,9 +135,9 @@ def check_sizes(config: TrainConfig) -> None:
 
 
 def check_switches(config: TrainConfig, device_type: str) -> None:
-    """Raise `InputError`, with the key first, for memory switches that do not fit each other or this machine.
+    """Raise `InputError`, with the key first, for memory options that contradict each other or do not suit the device.
 
-    `device_type`: cpu or cuda. Also refuses an optimizer whose package is not installed.
+    `device_type` is cpu or cuda. An optimizer whose package is not installed is refused too.
     """
     if config.saved_activations == "offload" and device_type == "cpu":
         raise InputError(
@@ -166,7 +166,7 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
 def optimizer_source(name: str) -> str:
     """Return the class of the optimizer `name` as `module:class`, from the first of its packages that is installed.
 
-    Raises `InputError` that says what to install if none is.
+    Raises `InputError`, which names the packages to install, if none is installed.
     """
     for source in OPTIMIZERS[name].values():
         if find_spec(source.partition(":")[0].partition(".")[0]) is not None:
@@ -183,7 +183,7 @@ def doublings(start_tokens: int, tokens: int) -> int:
 
 
 def unreached(config: TrainConfig) -> list[str]:
-    """Return what dilated branches leave out, one sentence each; nothing for full attention."""
+    """Return a sentence about each gap that dilated branches leave in attention; no sentence for full attention."""
     if config.attention == "full":
         return []
     branches = check(config.segment_lengths or (), config.dilation_rates or ())

@@ -1,12 +1,13 @@
 """The text, its documents, and the sequences of each step.
 
-A text is bytes or a tokenizer's tokens, cut into documents. A step trains on windows of it at random positions, or on
-sequences packed with whole documents; early steps may have shorter sequences (`curriculum_start_tokens`). Without a
-file the text is the language reference that every Python carries (`pydoc_data.topics`, about 460 kB).
+A text is a sequence of bytes or of a tokenizer's tokens, cut into documents. A step trains on windows of the text at
+random positions, or on sequences packed with whole documents. Early steps may have shorter sequences
+(`curriculum_start_tokens`). Without a file, the text is Python's own language reference (`pydoc_data.topics`, about
+460 kB).
 
-Guarantees: the sequences of a step are a pure function of the configuration, the text and the step's number, the same
-on all ranks of a replica, and all replicas together draw the same sequences however many there are. So the step's
-number is all that a resumed run needs to know of the data.
+Guarantees: the sequences of a step are a pure function of the configuration, the text and the step's number. They are
+the same on all ranks of a replica. All replicas together draw the same sequences, whatever the number of replicas. A
+resumed run therefore needs only the step's number to continue with the same data.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class Documents:
     """Every token is below it."""
 
     def digest(self) -> str:
-        """Return a digest, in hex, of all that sequences are drawn from: tokens, documents and vocabulary."""
+        """Return a digest, in hex, of everything that determines the sequences: tokens, documents and vocabulary."""
         facts = (torch.tensor([self.vocabulary, *self.cuts]), self.tokens.contiguous())
         return hashlib.sha256(b"".join(hashlib.sha256(fact.numpy().tobytes()).digest() for fact in facts)).hexdigest()
 
 
 class BatchPart(NamedTuple):
-    """Sequences that pass the model at once."""
+    """Sequences that pass through the model at the same time."""
 
     seq: Sequence
     """How each of them is sharded over the ring."""
@@ -60,7 +61,7 @@ class BatchPart(NamedTuple):
 
 
 def load(config: TrainConfig) -> Documents:
-    """Load the text of the configuration. Raises `InputError`, with the key first, also if it is too short."""
+    """Load the text of the configuration. Raises `InputError`, with the key first, if it is unreadable or too short."""
     text = load_documents(config.text, config.separator, config.tokenizer)
     if not len(text.tokens):
         raise InputError(f"tokenizer={config.tokenizer}: makes no token of the text; choose another, or another text")
@@ -78,10 +79,11 @@ def load(config: TrainConfig) -> Documents:
 
 
 def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "") -> Documents:
-    """Load the documents of the file at `path`, each with its `separator`; of Python's reference if `path` is empty.
+    """Load the documents of the file at `path`, or of Python's reference if `path` is empty.
 
-    `tokenizer`: a tokenizer.json of Hugging Face's `tokenizers`, which must then be installed; empty: bytes are tokens.
-    Documents are encoded whole and separately, without special tokens. Raises `InputError`, with the key first.
+    A document ends with `separator`, which is part of it. `tokenizer` is a tokenizer.json for Hugging Face's
+    `tokenizers`, which must then be installed; if it is empty, bytes are tokens. Each document is encoded separately,
+    without special tokens. Raises `InputError`, with the key first.
     """
     if not separator:
         raise InputError("separator: what documents end with must not be empty")
@@ -93,7 +95,7 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
         cuts = tuple(accumulate(map(len, parts), initial=0))
         return Documents(torch.frombuffer(bytearray(content), dtype=torch.uint8), cuts, VOCABULARY)
     encoder = _tokenizer(tokenizer)
-    # The file may carry truncation and padding, which are meant for batches of sentences.
+    # The tokenizer's file may turn on truncation and padding, which are meant for batches of sentences.
     encoder.no_truncation()
     encoder.no_padding()
     try:
@@ -104,7 +106,7 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
         raise InputError(f"tokenizer={tokenizer}: cannot encode the text, {error}") from error
     documents = [document.ids for document in encoded if document.ids]
     tokens = torch.tensor([token for document in documents for token in document], dtype=torch.int32)
-    # Not the number of tokens in the vocabulary: its ids may have holes.
+    # The number of tokens would be too small, because the ids may have gaps.
     vocabulary = 1 + max(encoder.get_vocab().values(), default=0)
     return Documents(tokens, tuple(accumulate(map(len, documents), initial=0)), vocabulary)
 
@@ -138,10 +140,10 @@ def _tokenizer(path: str) -> Any:
 
 
 def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[BatchPart]:
-    """Draw this replica's sequences of a step, on its device, in the parts in which they pass the model."""
+    """Draw this replica's sequences of a step, on its device, in parts that pass through the model one by one."""
     shorter = shortened(step, config.curriculum_start_tokens, config.tokens, config.curriculum_steps)
     length, batch = config.tokens // shorter, config.batch * shorter
-    # Of one batch that does not depend on the number of replicas.
+    # Each replica takes a share of one batch, which does not depend on the number of replicas.
     share = batch // config.replicas
     purpose = "dilated" if config.attention == "dilated" else "causal"
     if config.pack_documents:
@@ -160,8 +162,8 @@ def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainCon
 def windows(text: Tensor, step: int, batch: int, tokens: int, seed: int) -> Tensor:
     """Draw the batch of a step: int64 (batch, tokens), windows of `text` at random positions.
 
-    The positions depend on (seed, step) alone, so every rank draws the same and a run can start at any step.
-    `load` has refused a text that is shorter than one window.
+    The positions depend only on `seed` and `step`, so every rank draws the same batch and a run can start at any step.
+    `load` refuses a text that is shorter than one window.
     """
     # The factor exceeds the steps of any likely run, so no two seeds share the draws of a step.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -173,7 +175,8 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
     """Return sequence number `index`: its tokens, int64 (tokens,), and the cuts (0, ..., tokens) of its documents.
 
     Documents are shuffled in each pass over the text, concatenated, and cut into sequences of one length. No token is
-    left out, repeated or padded; a document that crosses the end of a sequence continues in the next.
+    left out or repeated within a pass, and there is no padding. A document that crosses the end of a sequence continues
+    in the next.
     """
     pieces: list[Tensor] = []
     cuts = [0]
@@ -184,7 +187,8 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
         drawn = int(torch.searchsorted(ends, offset, right=True))
         left = int(ends[drawn]) - offset  # of this document
         count = min(left, tokens - cuts[-1])
-        # `ends` is of the shuffled order, `cuts` of the text. The distance to the document's end is the same in both.
+        # `ends` are positions in the shuffled order, and `cuts` are positions in the text. The distance to the end of
+        # the document is the same in both.
         start = documents.cuts[int(order[drawn]) + 1] - left
         pieces.append(documents.tokens[start : start + count])
         cuts.append(cuts[-1] + count)
@@ -195,17 +199,18 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
 # A step reads one stretch of the text, which touches one or two passes unless the text is tiny.
 @lru_cache(maxsize=4)
 def _shuffled(documents: Documents, number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the order of the documents in pass `number` over the text, and where each of them ends in it."""
+    """Return the order of the documents in pass `number` over the text, and the position where each of them ends."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     order = torch.randperm(len(documents.cuts) - 1, generator=generator)
     return order, torch.tensor(documents.cuts).diff()[order].cumsum(0)
 
 
 def shortened(step: int, start_tokens: int | None, tokens: int, grow_steps: int) -> int:
-    """Return the power of two by which the sequences of `step` are shorter than `tokens`, and more numerous.
+    """Return the factor, a power of two, by which the sequences of `step` are shorter than `tokens`.
 
-    The length starts at `start_tokens` and doubles until it is `tokens`, after `grow_steps`. All stages but the last
-    take equally many steps, and a step always has the same number of tokens. `start_tokens=None`: no growth.
+    There are more of them by the same factor, so each step has the same number of tokens. The length starts at
+    `start_tokens` and doubles until it is `tokens`, which it reaches after `grow_steps`. All lengths except the last
+    are used for about the same number of steps. If `start_tokens` is None, the factor is always 1.
     """
     if start_tokens is None or step >= grow_steps:
         return 1

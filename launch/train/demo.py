@@ -1,8 +1,8 @@
-"""`make demo`: the same training run in several processes and in one, and the proof that they are the same.
+"""`make demo`: run the same training in several processes and in one, and compare the losses.
 
-Tells in about twenty lines how the losses, the memory and every schedule compare, and writes the curves, pictures and a
-summary. Exits 1 if the curves differ by more than rounding explains, or the check fails.
-What needs torch is imported after the first line is printed, because torch takes seconds to load.
+The demo prints about twenty lines that compare the losses and the memory and check every schedule. It writes pictures
+and a summary. It exits with 1 if the curves differ by more than rounding explains, or if the check fails.
+Modules that need torch are imported after the first line is printed, because torch takes seconds to load.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ Example: python -m ringattn.launch.train.demo steps=20 layout=striped"""
 
 @dataclass
 class DemoConfig:
-    """What the demo prints; all other keys are those of the training run."""
+    """The options of the demo itself. All other keys are those of the training run."""
 
     verbose: bool = option(False, "print every case of the check, not only a line for each schedule")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo with the overrides `argv`. Returns 0, 1 if something differs or fails, 2 for bad options."""
+    """Run the demo with the overrides `argv`. Return 0, 1 if losses differ or something fails, or 2 for bad options."""
     if any(word in ("-h", "--help") for word in argv):
         from ringattn.launch.train.config import TrainConfig
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(config: TrainConfig, ranks: int, console: Console) -> list[dict[str, Any]]:
-    """Train in `ranks` new processes: the run that is shown, then a few float64 steps in the same processes."""
+    """Train in `ranks` new processes: first the configured run, then a few float64 steps. Return both results."""
     shown = replace(config, ranks=ranks)
     exact = replace(shown, dtype="fp64", steps=min(FP64_STEPS, config.steps))
     spec = {"runs": [asdict(shown), asdict(exact)], "lines": 1}
@@ -105,7 +105,7 @@ def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> CurveDistance:
 
 def _say_agreement(agreement: CurveDistance, ranks: int, console: Console) -> bool:
     largest = max(agreement.differences)
-    # Not `largest > bound`: a loss that is not a number must fail.
+    # Do not write `not largest > bound`, which a NaN would pass.
     good = largest <= agreement.bound
     console.print(
         f"{agreement.dtype}: over {len(agreement.differences)} steps the losses of {ranks} processes and of one differ "
@@ -116,7 +116,7 @@ def _say_agreement(agreement: CurveDistance, ranks: int, console: Console) -> bo
 
 
 def _losses_told(shared: dict[str, Any], alone: dict[str, Any]) -> list[str]:
-    """The first loss, the last, and one between, of both runs."""
+    """Return a table that compares the losses of both runs at the first step, the last, and some steps between."""
     lines = [f"{'step':>6}  {'loss, ' + str(shared['ranks']) + ' processes':>19}  {'loss, 1 process':>15}  difference"]
     steps = len(shared["losses"])
     for step in sorted({round(shown * (steps - 1) / (SHOWN_STEPS - 1)) for shown in range(SHOWN_STEPS)}):
@@ -126,7 +126,7 @@ def _losses_told(shared: dict[str, Any], alone: dict[str, Any]) -> list[str]:
 
 
 def _memory_told(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """What a process of each run held, and how fast the run was."""
+    """Return a table of the tokens and memory of a process, and of the speed, of each run."""
     lines = [f"{'processes':>9}  {'tokens of each':>14}  {'memory of each':>14}  {'tokens/s':>9}"]
     for run in runs:
         memory, tokens = max(run["memory_growth_bytes"]) / 2**20, max(run["tokens_of_rank"])
@@ -135,14 +135,14 @@ def _memory_told(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _check(console: Console, verbose: bool) -> bool:
-    """Run `ringattn check` on every pair of mask, layout and schedule; true if it found everything exact."""
+    """Run `ringattn check` on every pair of mask, layout and schedule. Return whether all results were exact."""
     from ringattn.launch.measure.check import main as check
 
     return check(["combinations=pairs", f"verbose={verbose}".lower()]) == 0
 
 
 def explain(config: TrainConfig, ranks: int) -> Explanation:
-    """Return what one attention call of the configured run does; only plans it, on threads."""
+    """Plan one attention call of the configured run, on threads, and return its explanation."""
     from ringattn.launch.pictures.show import ExplainConfig, explanation_of
     from ringattn.launch.train.config import head_dim
 

@@ -1,12 +1,12 @@
 """The training loop of one rank.
 
-Every rank draws its replica's sequences, keeps its own tokens, and sums its loss over them, divided by the number of
-labels *of all ranks of all replicas*; gradients are then summed over all of these ranks. That is the gradient of the
-one-process loss, whatever the layout and however unevenly labels are distributed. A mean of the ranks' means is another
-loss, and looks fine in a log.
+Every rank draws its replica's sequences and keeps its own tokens. It sums the loss of these tokens and divides by the
+number of labels *of all ranks of all replicas*. Gradients are then summed over all of these ranks. The result is the
+gradient of the one-process loss, whatever the layout and however unevenly labels are distributed. A mean of the ranks'
+means would be a different loss, although it looks plausible in a log.
 
-Guarantees: the same losses for every number of replicas, ranks and sequences at once, up to rounding; a rank without
-labels or tokens takes part.
+Guarantees: the losses are the same, up to rounding, for every number of replicas, ranks and sequences per micro batch.
+A rank without labels or tokens takes part in each step.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ QUIET_S, QUIET_SHARE = 5.0, 0.02
 
 
 def train_rank(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Train each configuration of `spec["runs"]` in turn, each over its own mesh; the entry of a rank's process.
+    """Train each configuration of `spec["runs"]` in turn. This is the entry function of a rank's process.
 
-    `spec["keeps_result"]`: whether rank 0 writes the result into `out`; `spec["lines"]`: of progress of each run.
-    Returns {"rank": ..., "runs": [the result of `train`, ...]}.
+    Each run opens a mesh of its own. `spec["keeps_result"]` says whether rank 0 writes the result to the folder `out`,
+    and `spec["lines"]` is the number of progress lines of a run. Returns {"rank": ..., "runs": [the result of `train`,
+    ...]}.
     """
     configs = [from_spec(run) for run in spec["runs"]]
     if configs[0].threads_per_rank is not None:
@@ -84,28 +85,29 @@ def train(
     everyone: Ring | None = None,
     keeps_result: bool = False,
 ) -> dict[str, Any]:
-    """Train one model on this rank; all ranks of all replicas call it together.
+    """Train one model on this rank. This is a collective call of all ranks of all replicas.
 
     Args:
         ring: The ranks that share this rank's sequences.
         config: The run, the same on all ranks.
-        lines: Lines of progress, 0 for none.
-        everyone: The ranks of all replicas. None: those of the ring.
-        keeps_result: Rank 0 writes the result to `out`/result.json.
+        lines: The number of progress lines to print, 0 for none.
+        everyone: The ranks of all replicas. None stands for the ranks of `ring`.
+        keeps_result: Whether rank 0 writes the result to `out`/result.json.
 
     Returns:
-        A JSON-ready result, the same on every rank except `counters` and the times: config, replicas, ranks (of a
-        ring), tokens per rank (of the last step's first sequence); per step `losses` and `grad_norms` since the run
-        began, in whatever process; `damaged_checkpoints` that were passed over; `first_step` of this process, `step_s`
-        from there, and `tokens_per_s` (median, without the first step; 0 if none was left); `replicated_bytes`
-        (weights, gradients and optimizer state of a rank; of its shard under sharding); `memory_growth_bytes` (by
-        rank: these, activations and messages, counted from after a tiny warm-up), `memory_method` and `counters`.
+        The result as plain data for JSON, the same on every rank except `counters` and the times: `config`, `replicas`,
+        `ranks` (of one ring), and `tokens_of_rank` (in the first sequence of the last step). For each step since the
+        run began, also before a resume: `losses` and `grad_norms`. `damaged_checkpoints`: those that were not loaded.
+        `first_step` of this process, `step_s` of each of its steps, and `tokens_per_s` (of the median step without the
+        first; 0 if there was no step). `replicated_bytes`: weights, gradients and optimizer state of a rank, or of its
+        shard under sharding. `memory_growth_bytes` by rank: these bytes, activations and messages, measured from the
+        end of a tiny warm-up. `memory_method` and `counters`.
 
     Raises:
-        InputError: With the key first, on all ranks. Also if their configurations or texts differ, if another run
-            writes to `out`, and at a step without a label.
+        InputError: On all ranks, with the key first, for wrong options, if configurations or texts differ between
+            ranks, if another run writes to `out`, or at a step without a label.
         NonFiniteError: At a step whose loss or gradient norm is not finite, unless such steps are skipped.
-        RingError: A checkpoint cannot be written, or a step would begin after `limit_s`.
+        RingError: If a checkpoint cannot be written, or a step would begin after `limit_s`.
     """
     everyone, ends = everyone or ring, time.monotonic() + config.limit_s
     text = load_on_all_ranks(everyone, ring, config)
@@ -120,9 +122,12 @@ def _trained(
     ring: Ring, everyone: Ring, text: Documents, config: TrainConfig, lines: int, lock: FolderLock | None,
     ends: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the result of `train`, which ends at the time `ends`; `lock` is rank 0's of the folder it saves to."""
+    """Train and return the result; see `train`.
+
+    No step begins after the time `ends`. `lock` is the lock of the run's folder on rank 0, None on other ranks.
+    """
     replica = replica_of(everyone, ring)
-    # The measurement begins after the warm-up, and before the model, whose weights count.
+    # Start to measure memory after the warm-up and before the model exists, because its weights count.
     warm_up(ring, everyone, text, config)
     memory = PeakMemory(ring.device)
     ring.reset_counters()
@@ -176,13 +181,13 @@ def _trained(
 
 
 def make_model(everyone: Ring, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
-    """Make the model, on this rank's device with rank 0's weights or its shard of them, and its optimizer."""
+    """Make the model and its optimizer on this rank's device. The weights, or their shards, are those of rank 0."""
     model = Transformer(
         config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens
     )
     model.to(everyone.device)
-    # Before the weights are sharded: then each rank would have another part. The seed is the same on all ranks, but
-    # another version of torch may draw other numbers from it.
+    # Broadcast before the weights are sharded, because ranks have different shards afterwards. The seed is the same on
+    # all ranks, but another version of torch may draw other numbers from it.
     everyone.broadcast([weight.data for weight in model.parameters()], src=0)
     if config.sharding != "none":
         shard_model(everyone, model, config.sharding, config.timeout_s)
@@ -192,8 +197,8 @@ def make_model(everyone: Ring, config: TrainConfig, vocabulary: int = VOCABULARY
 def warm_up(ring: Ring, everyone: Ring, text: Documents, config: TrainConfig) -> None:
     """Run one step of a tiny model on a few tokens of each rank.
 
-    Whatever a first step loads (code pages, the optimizer's modules, connections) would otherwise count as memory and
-    time of training, and can exceed what a small model needs.
+    A first step loads code pages, the optimizer's modules and connections. They would otherwise count as memory and
+    time of training, and can exceed the needs of a small model.
     """
     tiny = replace(
         config,
@@ -212,21 +217,24 @@ def warm_up(ring: Ring, everyone: Ring, text: Documents, config: TrainConfig) ->
 
 
 def set_learning_rate(optimizer: Optimizer, config: TrainConfig, step: int) -> None:
-    """Set the learning rate of `step` (from 0): a linear warm-up from 0, also after a resume with other keys."""
+    """Set the learning rate of `step` (counted from 0), which grows linearly from 0 during the warm-up.
+
+    It depends only on the configuration and the step, so a resume with other keys also gets the right rate.
+    """
     rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
     for group in optimizer.param_groups:
-        # torchao's optimizers hold the rate in a tensor, which must stay the same object.
+        # torchao's optimizers store the rate in a tensor, which must not be replaced by another object.
         group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
 
 
 def clip(model: Transformer, config: TrainConfig) -> float:
-    """Scale the gradients down to `clip_norm`. Returns their norm before, which all ranks share."""
+    """Scale the gradients down to the norm `clip_norm`. Return their norm before, which is the same on all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def update(model: Transformer, optimizer: Optimizer) -> None:
-    """Step, and drop the gradients."""
+    """Run the optimizer's step, and drop the gradients."""
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -246,7 +254,10 @@ def nonfinite_step(name: str, loss: float, norm: float) -> NonFiniteError | None
 def skip(
     everyone: Ring, model: Transformer, optimizer: Optimizer, config: TrainConfig, error: NonFiniteError, name: str
 ) -> None:
-    """Drop the gradients of a step that is not finite; raises `error` unless the configuration skips such steps."""
+    """Drop the gradients of a step that is not finite, or raise `error` if the configuration stops at such steps.
+
+    Raises `NonFiniteError` if the weights are not finite either.
+    """
     if config.nonfinite == "stop":
         raise error
     if not all_finite(everyone, model):
@@ -257,14 +268,15 @@ def skip(
 def backward(
     ring: Ring, everyone: Ring, parts: Many[BatchPart], model: Transformer, config: TrainConfig, name: str = ""
 ) -> Tensor:
-    """Leave the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
+    """Compute the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
-    `parts`: the sequences of this replica, at least one part, the same on every rank of `ring`, and equally many in
-    every replica; how they are divided into parts changes nothing. `everyone`: the ranks of all replicas. `name`: the
-    step in words, if it must have a label; raises `InputError` on all ranks if it has none.
+    `parts` are the sequences of this replica, in at least one part. They are the same on every rank of `ring`, and
+    their number is the same in every replica. The division into parts does not change the result. `everyone` has the
+    ranks of all replicas. If `name` is given, it names the step in the `InputError` that all ranks raise if the step
+    has no label.
     """
     labels = [_labels(part, config) for part in parts]
-    # Counted over all parts and ranks before the first backward, because every part of the loss is divided by it.
+    # Count the labels of all parts and ranks before the first backward, because each part's loss is divided by it.
     valid = torch.stack([(of_part != IGNORE).sum() for of_part in labels]).sum().to(torch.float64)
     everyone.all_reduce([valid])
     if name and not valid:
@@ -276,7 +288,7 @@ def backward(
     total = torch.zeros_like(valid)
     for number, (part, of_part) in enumerate(zip(parts, labels, strict=True)):
         if config.sharding != "none":
-            # Gradients of earlier parts stay whole, in the weights' gathered form, and are summed over the ranks once.
+            # Sum gradients over the ranks only after the last part. Until then they are accumulated unsharded.
             model.set_requires_gradient_sync(number == len(parts) - 1)  # type: ignore[operator]
         loss = local_part(part.seq, model, part.seq.shard(part.tokens), of_part, int(valid), config)
         loss.backward()
@@ -291,7 +303,7 @@ def backward(
 
 def _labels(part: BatchPart, config: TrainConfig) -> Tensor:
     """Return the labels of this rank's tokens, (sequences, tokens)."""
-    # In the whole sequences, because a prompt may end on another rank. The shift then moves these labels as well.
+    # Mark the prompt in the whole sequences, because it may end on another rank. `shard_labels` then shifts them.
     learned = part.tokens.clone()
     learned[:, : config.prompt_tokens] = IGNORE
     return part.seq.shard_labels(learned, ignore_index=IGNORE)
@@ -300,17 +312,21 @@ def _labels(part: BatchPart, config: TrainConfig) -> Tensor:
 def local_part(
     seq: Sequence, model: Transformer, tokens: Tensor, labels: Tensor, valid: int, config: TrainConfig
 ) -> Tensor:
-    """Return this rank's part of the loss over `valid` labels of all ranks: of its `tokens` and `labels`, 2-D."""
+    """Return this rank's part of the mean loss over the `valid` labels of all ranks.
+
+    `tokens` and `labels` are those of this rank, (sequences, tokens).
+    """
 
     def head(hidden: Tensor, logits_of: nn.Module) -> Tensor:
         return loss_in_chunks(hidden, logits_of, labels, valid, config.chunked_loss_tokens)
 
-    # The weights that FSDP shards are gathered elsewhere, for a while.
+    # Leave out weights that FSDP shards, because the model computes with temporary gathered copies of them.
     weights = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
     narrowest = min(config.model.dim, config.model.hidden_dim)
     saved = SavedActivations(config.saved_activations, weights, labels.numel(), narrowest)
     attend = attention_of(seq, config)
-    # Under full recomputation attention is inside the checkpoint, where `exactly` would keep what is to be recomputed.
+    # Under full recomputation, attention is within an activation checkpoint. There `exactly` would keep tensors that
+    # are to be recomputed.
     if config.recompute not in ("full", "offloaded"):
         attend = saved.exactly(attend)
     with saved.packing():
@@ -319,7 +335,7 @@ def local_part(
 
 
 def attention_of(seq: Sequence, config: TrainConfig) -> Attend:
-    """Return causal attention over the ring of `seq`, to all earlier keys or in dilated branches."""
+    """Return the function that computes causal attention on the ring of `seq`, full or in dilated branches."""
     if config.attention == "dilated":
         branches = check(config.segment_lengths or (), config.dilation_rates or ())
         options: dict[str, Any] = {**branches._asdict(), "causal": True, "schedule": config.schedule}
@@ -330,9 +346,10 @@ def attention_of(seq: Sequence, config: TrainConfig) -> Attend:
 def loss_in_chunks(
     hidden: Tensor, logits_of: nn.Module, labels: Tensor, valid: int, chunk_tokens: int | None
 ) -> Tensor:
-    """Return `local_loss` of the logits of `hidden` (batch, tokens, dim), `chunk_tokens` of them at a time.
+    """Return `local_loss` of the logits of `hidden` (batch, tokens, dim), computed in chunks of `chunk_tokens` tokens.
 
-    The logits of a chunk are dropped after its loss, and computed again in backward. None: all at once, kept.
+    The logits of a chunk are dropped after its loss, and computed again in backward. If `chunk_tokens` is None, all
+    logits are computed at once and kept.
     """
     if chunk_tokens is None:
         return local_loss(logits_of(hidden), labels, valid)
@@ -357,10 +374,11 @@ def local_loss(logits: Tensor, labels: Tensor, valid: int) -> Tensor:
 
 
 class TrainingProgress(Progress):
-    """Shows the steps of one run, `title` in front of each line.
+    """A display of the steps of one run, with `title` at the start of each line.
 
-    A live bar on a terminal; elsewhere plain lines: the last step, and if `lines` is more than 1 also the first, about
-    `lines` in between, and more of them if steps are slow. The caller decides which rank shows anything.
+    It is a live bar on a terminal. Elsewhere it prints plain lines: always for the last step, and if `lines` is more
+    than 1 also for the first step, about `lines` steps in between, and more if steps are slow. The caller decides which
+    rank shows the progress.
     """
 
     def __init__(self, title: str, steps: int, lines: int = LINES) -> None:
@@ -376,7 +394,10 @@ class TrainingProgress(Progress):
         self._run = self.add_task(title, total=steps, figures="")
 
     def done(self, step: int, loss: float | None, tokens_per_s: float, skipped: int = 0) -> None:
-        """Show the end of step number `step` (from 0); `loss` is None if it is among the `skipped` steps so far."""
+        """Show that step number `step` (from 0) has ended; `loss` is None if it was skipped.
+
+        `skipped` is the number of skipped steps so far.
+        """
         figures = f"loss {'skipped' if loss is None else f'{loss:.4f}'}  {tokens_per_s:,.0f} tokens/s"
         figures += f"  {skipped} skipped" if skipped else ""
         every = max(1, self.steps // max(1, self.lines))

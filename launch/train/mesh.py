@@ -1,12 +1,12 @@
-"""Which ranks train together, and whether all of them train the same run.
+"""The groups of ranks that train together, and checks that all of them train the same run.
 
 The mesh of all processes has two dimensions: `dp`, the replicas, which train different sequences, and `cp`, the ring of
-each, whose ranks share these sequences. Ranks of one ring have neighboring numbers, so that a ring stays within a
-machine where it can. Sums over all processes use a second ring, over the whole mesh.
+each replica, whose ranks share its sequences. Ranks of one ring have neighboring numbers, so that a ring stays within a
+machine if possible. Sums over all processes use a second ring over the whole mesh.
 
-Guarantees: before the first step all ranks compare their keys, their text and their folder; what differs, and what one
-rank alone cannot do, is refused on all of them by its key. With one replica there is one ring, and torch's process
-group is opened only by what needs it.
+Guarantees: before the first step, all ranks compare their keys, their text and their folder. If something differs, or
+if a single rank cannot take part, all ranks raise an error that begins with the key. With one replica there is one
+ring, and torch's process group is opened only if a feature needs it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ DYING_S = 5.0
 
 
 def device_type(transport: str) -> str:
-    """Return where the tensors of a run are: cuda where there is a GPU and `transport` is not a CPU's, else cpu."""
+    """Return the device type of a run: cuda if there is a GPU and `transport` is not one for CPUs, else cpu."""
     return "cuda" if torch.cuda.is_available() and transport not in ("shm", "gloo") else "cpu"
 
 
 def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
     """Return how many ranks share a sequence: torchrun's processes divided by `replicas`, else `ranks`, else 1.
 
-    Raises `InputError`, with the key first, if torchrun started another number of processes than the two make.
+    Raises `InputError`, with the key first, if torchrun did not start `ranks` times `replicas` processes, or if
+    `replicas` does not divide their number.
     """
     place = place_in_torchrun()
     if place is None:
@@ -66,13 +67,13 @@ def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
 
 @contextmanager
 def opened_mesh(config: TrainConfig) -> Iterator[tuple[Ring, Ring]]:
-    """Open this process's groups and close them after: the ranks that share its sequences, and those of all replicas.
+    """Yield two rings of this process and close them at the end: the ranks of its replica, and all ranks.
 
-    Raises `DisagreementError` on all ranks whose configurations differ.
+    Raises `DisagreementError` on all ranks if their configurations differ.
     """
     options: dict[str, Any] = {"transport": config.transport, "engine": config.engine, "timeout_s": config.timeout_s}
     with Ring(**options) as everyone:
-        # Before the mesh: ranks with other keys would wait for each other there until the deadline.
+        # Compare keys before the mesh is made. Ranks with different keys would wait there until the deadline.
         _compare(everyone, config, _keys(config))
         if config.replicas == 1:
             yield everyone, everyone
@@ -85,14 +86,15 @@ def opened_mesh(config: TrainConfig) -> Iterator[tuple[Ring, Ring]]:
 
 
 def replica_of(everyone: Ring, ring: Ring) -> int:
-    """Return which replica this rank belongs to, 0 .. replicas - 1."""
+    """Return the number of this rank's replica, from 0 to replicas - 1."""
     return everyone.rank // ring.world_size
 
 
 def join_process_group(everyone: Ring, key: str, timeout_s: float = 600.0) -> None:
-    """Open torch's default process group over all ranks, unless it is open; it stays open while the process lives.
+    """Open torch's default process group over all ranks, unless it is open. It stays open until the process ends.
 
-    Raises `InputError`, beginning with the `key` that needs it, if ranks are threads: a process has one such group.
+    Raises `InputError`, beginning with the option `key` that needs the group, if the ranks are threads, because a
+    process can have only one such group, or if the group has another number of ranks.
     """
     if everyone.world_size > 1 and isinstance(everyone.transport, LocalTransport):
         raise InputError(f"{key}: the ranks are threads and it needs processes, as `ringattn train` starts them")
@@ -111,7 +113,8 @@ def _open_process_group(kind: str, rank: int, world_size: int, timeout_s: float)
     if world_size == 1:
         store: dist.Store = dist.HashStore()
     else:
-        # torchrun's agent hosts one store for all its restarts, and torch would find the addresses of ranks that died.
+        # torchrun's agent hosts one store for all restarts, in which torch would find the addresses of ranks that died.
+        # The prefix separates the restarts.
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         store = dist.PrefixStore(f"ringattn-train/restart-{restarts_of_torchrun()}", store)
     backend = "nccl" if kind == "cuda" else "gloo"
@@ -123,10 +126,11 @@ def _open_process_group(kind: str, rank: int, world_size: int, timeout_s: float)
 
 
 def load_on_all_ranks(everyone: Ring, ring: Ring, config: TrainConfig) -> Documents:
-    """Load the text, after checking that all ranks of `everyone` have the same text and configuration.
+    """Load the text, and check that all ranks of `everyone` have the same text and configuration.
 
-    `ring`: the ranks that share this rank's sequences. All ranks call it together. Raises `InputError`, with the key
-    first, on all ranks if one of them cannot load it, and `DisagreementError` for a key that differs.
+    `ring` has the ranks that share this rank's sequences. This is a collective call. Raises `InputError`, with the key
+    first, on all ranks if one of them refuses the configuration or the text, and `DisagreementError` for a key that
+    differs.
     """
     text, refusal = None, None
     try:
@@ -139,16 +143,17 @@ def load_on_all_ranks(everyone: Ring, ring: Ring, config: TrainConfig) -> Docume
         refusal = error
     everyone.check_consistency("what to train", refusal, always=True)
     assert text is not None
-    # The keys a second time: `train` may be called with rings that `opened_mesh` has not opened.
+    # Compare the keys here too, because `train` may be called with rings that `opened_mesh` has not opened.
     _compare(everyone, config, {**_keys(config), "text": text.digest()})
     return text
 
 
 @contextmanager
 def folder_of_run(everyone: Ring, config: TrainConfig, keeps_result: bool) -> Iterator[FolderLock | None]:
-    """Lock `out` for this run; rank 0 holds the lock and gets it. A run that writes nothing there locks nothing.
+    """Lock the folder `out` for this run, and yield the lock on rank 0 and None on other ranks.
 
-    All ranks call it together. Raises `InputError` on all of them if it cannot be written or another run has it.
+    If the run writes nothing to the folder, it is not locked. This is a collective call. Raises `InputError` on all
+    ranks if the folder cannot be written or another run has locked it.
     """
     if not keeps_result and config.checkpoint_every_steps is None:
         yield None
@@ -170,14 +175,17 @@ def locked_folder(path: str) -> AbstractContextManager[FolderLock]:
 
 
 def _keys(config: TrainConfig) -> dict[str, Any]:
-    """Return what must be the same on all ranks; `replicas` first, because torchrun's `ranks` are derived from it."""
+    """Return the options that must be the same on all ranks.
+
+    `replicas` comes first, so that it is reported before `ranks`, which is derived from it under torchrun.
+    """
     facts = {key: value for key, value, _ in leaves(config) if key not in PROCESS_KEYS}
     return {"replicas": config.replicas, **facts}
 
 
 def _compare(everyone: Ring, config: TrainConfig, facts: dict[str, Any]) -> None:
     """Raise `DisagreementError` on all ranks for the first key in which a rank's facts differ from rank 0's."""
-    # Each rank finds the same first difference in the same answers, so all raise the same error.
+    # All ranks compare the same gathered facts, so they find the same first difference and raise the same error.
     first, *others = [json.loads(message) for message in everyone.all_gather_text(json.dumps(facts))]
     for rank, theirs in enumerate(others, 1):
         key = next((key for key in theirs if theirs[key] != first.get(key)), None)

@@ -1,23 +1,23 @@
-"""A small decoder-only transformer that does not know where its tokens are.
+"""A small decoder-only transformer that is independent of the sharding of its tokens, and options that save memory.
 
-RMSNorm, rotary positions, grouped-query attention, SwiGLU. Two things come from outside: the *global* positions of
-the tokens it is given, and the function that attends. So the same code trains one process and one shard of many.
+The model has RMSNorm, rotary positions, grouped-query attention and SwiGLU. The caller passes the *global* positions of
+the tokens and the attention function, so the same code trains a whole sequence or one shard of it.
 Guarantees: the same seed gives the same weights in every process and, up to their rounding, in every dtype.
 
-Below it are the switches that trade memory for time.
+The rest of the module has the options that trade time for memory.
 
-Sharding: zero2 gathers the weights once for forward and backward together; zero3 drops each block's again after its
-forward pass and gathers them a second time. Both shard gradients and optimizer state (ZeRO, arXiv:1910.02054) over all
-ranks of a run, replicas times ranks of a ring, because weights are the same everywhere.
+Sharding: zero2 gathers the weights once for forward and backward together. zero3 drops the weights of each block after
+its forward pass and gathers them a second time. Both shard gradients and optimizer state (ZeRO, arXiv:1910.02054) over
+all ranks of a run, replicas times ranks of a ring, because weights are the same everywhere.
 
-Optimizers: bytes of state for each weight in float32 are adamw 8, lion 4, adamw8bit 2 and a scale for each block,
-adafactor two vectors for each matrix (rows and columns), sgd 0.
+Optimizers: the bytes of state for each float32 weight are 8 for adamw, 4 for lion, 2 and a scale for each block for
+adamw8bit, and 0 for sgd. adafactor has two vectors for each matrix (rows and columns).
 
 Saved activations: autograd's saved-tensor hooks pack an activation when an operation saves it and unpack it when
-backward needs it. Forward computes with the true values, so the loss of a step is unchanged and only gradients are
-rounded. Measured on 2 layers of 32 in float64: a step's gradients are off by 0.13 % of their norm in int8 and 0.57 % in
-fp8 (0.46 % with bf16 activations throughout); 30 losses at the default learning rate by at most 8e-6 and 8e-5 of
-themselves (1.2e-4 with bf16).
+backward needs it. Forward computes with the exact values, so the loss of a step is unchanged and only gradients are
+rounded. Measured on 2 layers of width 32 in float64: the relative error of a step's gradients is 0.13 % of their norm
+in int8 and 0.57 % in fp8 (0.46 % with bf16 activations throughout). The relative error of 30 losses at the default
+learning rate is at most 8e-6 in int8 and 8e-5 in fp8 (1.2e-4 with bf16).
 """
 
 from __future__ import annotations
@@ -52,33 +52,36 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias whose weights take the dtype of its input, so that they may stay in float32."""
+    """A linear layer without bias. Its weights are cast to the dtype of the input, so they may be kept in float32."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) -> (..., outputs), dtype of x."""
+        """Return `x` (..., inputs) times the weights: (..., outputs), in the dtype of `x`."""
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm, computed and learned in the dtype of its weight, returned in the dtype of its input."""
+    """A root-mean-square norm, computed and learned in the dtype of its weight, with results in the input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim), dtype of x."""
+        """Return `x` (..., dim) normalized, in the dtype of `x`."""
         assert self.weight is not None
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class Block(nn.Module):
-    """Attention, then SwiGLU, each on a normalized residual stream.
+    """A transformer block: attention, then SwiGLU, each on a normalized residual stream.
 
-    `recompute`: what backward computes a second time instead of keeping it. full: the block, from its input; ring
-    attention then runs and communicates again, on all ranks alike. selective: all but attention, whose inputs and
-    output are kept: it is the only part that grows with the square of the length and the only one that communicates,
-    and a fused kernel keeps no scores that recomputation could save. offloaded: full, and the input waits in host
-    memory. `tile_tokens`: tokens that pass through norm and SwiGLU at a time, computed again in backward; None: all.
+    `recompute` selects the activations that backward computes again instead of keeping them. full: the whole block is
+    recomputed from its input, so ring attention runs and communicates again on all ranks. selective: everything except
+    attention is recomputed, and attention's inputs and output are kept. Attention is the only part that grows with the
+    square of the length and the only one that communicates, and a fused kernel keeps no scores that recomputation could
+    save. offloaded: as full, with the block's input in host memory until backward.
+
+    `tile_tokens` is the number of tokens that pass through norm and SwiGLU at a time. They are computed again in
+    backward. None stands for all tokens at once, without recomputation.
     """
 
     def __init__(self, config: ModelConfig, recompute: str = "none", tile_tokens: int | None = None) -> None:
@@ -94,7 +97,7 @@ class Block(nn.Module):
         self.hidden_out = Linear(config.hidden_dim, config.dim)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(batch, tokens, dim) -> the same; `positions` (tokens,)."""
+        """Return the block's output for `x`, both (batch, tokens, dim). `positions` has shape (tokens,)."""
         if self.recompute == "offloaded":
             with inputs_on_host():
                 return self._run("offloaded", self._attend_and_feed, x, positions, attend)
@@ -123,7 +126,7 @@ class Block(nn.Module):
         return x + self.hidden_out(F.silu(gate) * up)
 
     def _run(self, recompute: str, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Run a part of the block, and forget its activations if the block recomputes so much."""
+        """Run a part of the block. If the block's policy is `recompute`, drop its activations and recompute them."""
         if self.recompute != recompute:
             return part(*inputs)
         return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing here draws numbers
@@ -132,8 +135,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A language model over `vocabulary` tokens.
 
-    Weights are float32, or float64 where `dtype` is; activations are `dtype`. On the CPU; move it with `.to(device)`.
-    `recompute` and `tile_tokens` are those of `Block`.
+    Activations have the dtype `dtype`. Weights are float64 if `dtype` is, else float32. The model is made on the CPU;
+    move it with `.to(device)`. For `recompute` and `tile_tokens` see `Block`.
     """
 
     def __init__(
@@ -158,18 +161,19 @@ class Transformer(nn.Module):
             self.double()
 
     def _draw_weights(self, seed: int) -> None:
-        # On the CPU in float32, before the model gets its device and dtype, so that all runs of a seed begin alike.
+        # Draw on the CPU in float32, before the model gets its device and dtype, so that a seed determines the weights.
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                # The layers that write to the residual stream start smaller, so that depth does not make it louder.
+                # Layers that write to the residual stream get smaller weights, so that depth does not raise its norm.
                 shrink = math.sqrt(2 * self.config.layers) if name.endswith("_out.weight") else 1.0
                 nn.init.normal_(weight, std=0.02 / shrink, generator=generator)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, head: Head | None = None) -> Tensor:
-        """Logits (batch, tokens, vocabulary) in `dtype`, of tokens (batch, tokens) at global `positions` (tokens,).
+        """Return the logits (batch, tokens, vocabulary), in `dtype`, of tokens (batch, tokens).
 
-        With a `head`, what it returns, such as a loss that never holds the logits of all tokens at once.
+        `positions` (tokens,) are the global positions. With a `head`, return its result instead, for example a loss
+        that never holds the logits of all tokens at once.
         """
         x = self.embedding(tokens).to(self.dtype)
         for block in self.blocks:
@@ -193,24 +197,24 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: float) -> None:
-    """Shard the model's weights over all ranks, in place; every rank calls it with the same weights.
+    """Shard the model's weights over all ranks, in place. This is a collective call; all ranks have the same weights.
 
-    Gradients are then summed over the ranks, not averaged, as `Ring.all_reduce` does.
-    Raises `InputError` for ranks that are threads: FSDP uses torch's process group, which a process has once.
+    FSDP then sums gradients over the ranks, as `Ring.all_reduce` does, instead of averaging them. Raises `InputError`
+    if the ranks are threads, because FSDP uses torch's process group, of which a process has only one.
     """
-    # Not at the top: these take half a second to import.
+    # Import these here, because they take half a second.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     join_process_group(everyone, "sharding", timeout_s)
     mesh = init_device_mesh(everyone.device.type, (everyone.world_size,), mesh_dim_names=("dp_cp",))
     parts = [fully_shard(block, mesh=mesh, reshard_after_forward=sharding == "zero3") for block in model.blocks]
-    # The model comes last and takes the weights that no block has. They are not dropped after forward, because their
-    # backward begins at once.
+    # Shard the model last: this shards the weights outside the blocks. They are not dropped after forward, because
+    # their backward begins immediately.
     parts.append(fully_shard(model, mesh=mesh, reshard_after_forward=False))
     for part in parts:
         part.set_gradient_divide_factor(1.0)  # of that part alone; the default divides by the ranks
-        # Else float32 and bf16 gradients are reduced by PREMUL_SUM, which gloo does not have.
+        # Without this, float32 and bf16 gradients would be reduced by PREMUL_SUM, which gloo does not have.
         part.set_force_sum_reduction_for_comms(True)
 
 
@@ -220,7 +224,7 @@ def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: fl
 def make_optimizer(name: str, weights: Iterable[Tensor], lr: float, weight_decay: float) -> Optimizer:
     """Return the optimizer `name` of `config.OPTIMIZERS`. Raises `InputError` if its package is not installed.
 
-    sgd is without momentum. adafactor is torch's, whose steps are `lr` times the root mean square of each weight.
+    sgd has no momentum. adafactor is that of torch, whose steps are `lr` times the root mean square of each weight.
     """
     module, _, kind = optimizer_source(name).partition(":")
     options = {"betas": (0.9, 0.95)} if name in ("adamw", "adamw8bit") else {}
@@ -235,7 +239,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on this rank: of its shard under FSDP, of codes and scales in eight bits."""
+    """Return the bytes of a tensor on this rank. Under FSDP only its shard counts; in eight bits, codes and scales."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         inner = (getattr(tensor, name) for name in names)
@@ -247,7 +251,10 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 class PackedRows(NamedTuple):
-    """Rows in eight bits: `values` like the tensor, `scales` (..., 1) in its accumulator dtype, and its `dtype`."""
+    """A tensor whose rows were packed in eight bits.
+
+    `values` has the shape of the tensor, `scales` (..., 1) has the accumulator dtype, and `dtype` is the tensor's own.
+    """
 
     values: Tensor
     scales: Tensor
@@ -257,37 +264,39 @@ class PackedRows(NamedTuple):
 def pack_rows(x: Tensor, dtype: torch.dtype) -> PackedRows:
     """Pack the rows (last dimension) of a floating `x` in int8 or float8_e4m3fn, with a scale for each row.
 
-    Let a be the largest magnitude of a row. The error of an element, apart from the rounding of x's own dtype, is at
-    most half a step in int8, a / 254; in float8_e4m3fn 1/16 of the element (3 bits of mantissa), or a / 448 / 1024
-    where that is more (half the smallest subnormal, 2**-9). A row with a NaN or an infinity becomes NaN.
+    Let a be the largest magnitude of a row. In int8, the error of an element is at most a / 254, which is half a step.
+    In float8_e4m3fn, it is at most 1/16 of the element (3 bits of mantissa) or a / 448 / 1024 (half the smallest
+    subnormal, 2**-9), whichever is larger. The rounding of `x`'s own dtype is added. A row with a NaN or an infinity
+    becomes NaN.
     """
     wide = x.to(accumulator_dtype(x.dtype))
     scales = wide.abs().amax(-1, keepdim=True) / LARGEST[dtype]
-    # A row of zeros would be divided by 0, and so would a row so small that its scale has no reciprocal.
+    # Clamp the scales. Otherwise a row of zeros would be divided by 0, and a tiny row by a scale without reciprocal.
     scaled = wide / scales.clamp_min(torch.finfo(scales.dtype).tiny)
     return PackedRows((scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales, x.dtype)
 
 
 def unpack_rows(packed: PackedRows) -> Tensor:
-    """Return the tensor, rounded as `pack_rows` says."""
+    """Return the tensor that was packed, with the errors that `pack_rows` describes."""
     return (packed.values.to(packed.scales.dtype) * packed.scales).to(packed.dtype)
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A packed activation, of another type than the tensors that are saved as they are."""
+    """A packed activation. Its type distinguishes it from tensors that are saved unchanged."""
 
     content: Any
 
 
 class SavedActivations:
-    """Packs the activations that one forward pass saves for its backward pass; every step makes a new one.
+    """A packer of the activations that one forward pass saves for its backward pass. Each step makes a new one.
 
-    `how`: keep, offload (to pinned host memory, from a GPU), int8 or fp8. An activation is a floating tensor of `rows`
-    rows (batch times tokens of this rank) of at least `row_elements` each; shorter rows are angles and norms.
-    Guarantees: packs nothing else. Weights (`weights`), integers and angles stay as they are, and so does what a
-    function wrapped by `exactly` saves: attention recomputes its probabilities as exp(score - lse), which would not
-    sum to one with rounded keys or lse.
+    `how` is keep, offload (from a GPU to pinned host memory), int8 or fp8. A tensor counts as an activation if it is a
+    floating tensor of `rows` rows (batch times tokens of this rank) with at least `row_elements` elements each; shorter
+    rows are angles and norms.
+    Guarantees: nothing else is packed. The `weights`, integers and angles are saved unchanged, and so are the tensors
+    that a function wrapped by `exactly` saves. Attention needs this, because it recomputes its probabilities as
+    exp(score - lse), which would not sum to one with rounded keys or lse.
     """
 
     def __init__(self, how: str, weights: Iterable[Tensor], rows: int, row_elements: int) -> None:
@@ -296,13 +305,14 @@ class SavedActivations:
         self._to_host = save_on_cpu(pin_memory=True) if how == "offload" else None
 
     def packing(self) -> AbstractContextManager[Any]:
-        """Return a context in which what is saved for backward is packed."""
+        """Return a context in which activations that are saved for backward are packed."""
         return nullcontext() if self._how == "keep" else saved_tensors_hooks(self._pack, self._unpack)
 
     def exactly(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Return `function` with its saved tensors left as they are, also where others save the same memory.
+        """Return `function`, wrapped so that the tensors it saves are not packed, even if other operations save them.
 
-        Not for a function that is called under activation checkpointing: its tensors would be kept, not recomputed.
+        Do not use it for a function that is called under activation checkpointing, because its tensors would then be
+        kept instead of recomputed.
         """
 
         def run(*arguments: P.args, **named: P.kwargs) -> T:
@@ -319,7 +329,8 @@ class SavedActivations:
         if not tensor.is_floating_point() or tensor.dim() < 2 or _address(tensor) in self._exact:
             return False
         rows, elements = tensor.shape[:-1].numel(), tensor.shape[-1]
-        # Matrix products save weights, and their casts, transposed: those have no contiguous rows.
+        # Matrix products save weights, and their casts, transposed. The stride excludes them: their rows are not
+        # contiguous.
         return rows == self._rows and elements >= self._row_elements and tensor.stride(-1) == 1
 
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
@@ -335,5 +346,5 @@ class SavedActivations:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins, the same for all its views; unique while the tensor is alive."""
+    """Return the address of a tensor's storage. It is the same for all views, and unique while the tensor is alive."""
     return tensor.untyped_storage().data_ptr()

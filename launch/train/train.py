@@ -1,6 +1,6 @@
-"""`ringattn train`: train a small language model on sequences that are shared by several ranks.
+"""`ringattn train`: train a small language model on sequences that are sharded over several ranks.
 
-Starts the ranks as processes, or takes part in place if torchrun has started them, and writes one result.json.
+The command starts the ranks as processes, or is one of the ranks if torchrun has started it. It writes one result.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENTRY = "ringattn.launch.train.loop:train_rank"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train with the overrides `argv` (key=value). Returns the exit code: 0, 1 if a rank failed, 2 for bad input."""
+    """Train with the overrides `argv` (key=value). Return the exit code: 0, 1 if a rank failed, or 2 for bad input."""
     if any(word in ("-h", "--help") for word in argv):
         print(help_text("train", PURPOSE, TrainConfig))
         return 0
@@ -72,7 +72,7 @@ def _run(config: TrainConfig) -> dict[str, Any]:
         with locked_folder(config.out):  # refused before any rank starts; then rank 0 locks it
             pass
     if in_torchrun or (processes == 1 and not config.restarts):
-        # For one process, importing the loop here takes less time than a new process.
+        # Run a single rank in this process, because that takes less time than starting a new one.
         from ringattn.launch.train.loop import train_rank
 
         return dict(train_rank({"runs": [asdict(config)], "keeps_result": True})["runs"][0])
@@ -80,7 +80,10 @@ def _run(config: TrainConfig) -> dict[str, Any]:
 
 
 def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
-    """Return rank 0's result; if ranks fail, start all again from the last checkpoint, at most `restarts` times."""
+    """Train in new processes and return the result of rank 0.
+
+    If ranks fail, all are started again from the last checkpoint, at most `restarts` times.
+    """
     for left in range(config.restarts, -1, -1):
         spec = {"runs": [asdict(config)], "keeps_result": True}
         try:
@@ -94,13 +97,13 @@ def _restarted(config: TrainConfig, processes: int) -> dict[str, Any]:
             saved = latest(Path(config.out))
             print(f"ringattn train: {error}", file=sys.stderr)
             print(f"ringattn train: starting again from {saved or 'the first step'}", file=sys.stderr)
-            # The run's own checkpoints, once it has some, and not the one that `resume` names.
+            # Once the run has saved checkpoints, resume from these, not from the checkpoint that `resume` names.
             config = replace(config, resume="auto") if saved else config
     return dict(answers[0]["runs"][0])
 
 
 def summary(result: dict[str, Any]) -> str:
-    """Return the summary of a run, three lines."""
+    """Return a summary of the run in three lines."""
     memory = " ".join(f"{size / 2**20:.1f}" for size in result["memory_growth_bytes"])
     losses = [loss for loss in result["losses"] if loss is not None]
     skipped = len(result["skipped_steps"])
