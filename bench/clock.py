@@ -1,6 +1,7 @@
-"""What a piece of work took: wall-clock seconds, processor seconds of this process, and those of the whole machine.
+"""The time that work takes: wall-clock seconds, processor seconds of this process, and those of the whole machine.
 
-samples with much foreign load are set aside, whatever they measured.
+Other programs usually run during a benchmark. The foreign load of a sample is the processor time of the whole machine
+minus that of the ranks. Samples with much foreign load are not used, whatever they measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ QUIET = 0.05
 
 
 class Lap(NamedTuple):
-    """Seconds of one rank's piece of work. `busy_s` counts all processors and programs; 0 if unknown."""
+    """The seconds that one rank's work took. `busy_s` counts all processors and programs; it is 0 if unknown."""
 
     wall_s: float
     cpu_s: float
@@ -25,7 +26,11 @@ class Lap(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """All ranks' laps of the same work: wall time of rank 0, processor time of the busiest rank, foreign load."""
+    """The laps of all ranks for the same work, combined.
+
+    `wall_s` is that of rank 0, `cpu_s` that of the busiest rank, and `foreign` the number of processors that other
+    programs used.
+    """
 
     wall_s: float
     cpu_s: float
@@ -33,7 +38,7 @@ class Sample(NamedTuple):
 
 
 def lap(barrier: Callable[[], None], work: Callable[[], Any]) -> Lap:
-    """Time `work` from one barrier to the next; the processor time covers only this rank's work."""
+    """Time `work` between two barriers. The processor time covers only the work of this rank."""
     barrier()
     busy, start = _busy_s(), time.perf_counter()
     cpu = time.process_time()
@@ -44,7 +49,7 @@ def lap(barrier: Callable[[], None], work: Callable[[], Any]) -> Lap:
 
 
 def samples(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[Sample]:
-    """Combine the laps of all ranks, round by round."""
+    """Combine the laps of all ranks into one sample for each round."""
     rounds = [[Lap(*lap_) for lap_ in laps] for laps in zip(*by_rank, strict=True)]
     return [
         Sample(

@@ -1,6 +1,8 @@
 """Simulated ranks of a large ring: the real heartbeats, rendezvous and failure attribution, many ranks in one process.
 
-they share. Where ranks wait for each other, at the rendezvous and at a deadline, each rank gets a thread.
+A rank has no thread of its own. One thread of the process runs the health rounds of all its ranks in turn, over a few
+connections that they share. When ranks wait for each other, at the rendezvous and at a deadline, each rank gets a
+thread.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ OPENING_S = 120.0
 
 
 class Counted:
-    """Counts the calls of a store, the messages that torch sends for them, and their bytes."""
+    """A store that counts its calls, the messages that torch sends for them, and their bytes."""
 
     def __init__(self, store: Any, counts: Counter[str]) -> None:
         self._store, self._counts = store, counts
 
     def clone(self) -> Counted:
-        """Return the same connection: a process with many ranks has only a few."""
+        """Return this store, so that all ranks of the process share its connection."""
         return self
 
     def has_extended_api(self) -> bool:
@@ -92,7 +94,7 @@ class Counted:
 
 
 class SimRank:
-    """One rank: what the transport does with the store, without its threads."""
+    """One simulated rank, which uses the store as the transport does but has no threads."""
 
     def __init__(
         self, store: BoundedStore, rank: int, ranks: int, calls: CallHistory, locations: Sequence[Location]
@@ -102,7 +104,7 @@ class SimRank:
         self.health = Health(self.control)
         self.health.calls = calls.report
         neighbours = {(rank - 1) % ranks, (rank + 1) % ranks}
-        # Registered without a thread, because the rounds of all ranks run in turn.
+        # Register with the health monitor without starting its thread, because the rounds of all ranks run in turn.
         self.health._users[self] = (
             lambda: Place.make("forward step 1", CALLS, Waits.PEERS, neighbours),
             lambda cause: None,
@@ -114,7 +116,7 @@ class SimRank:
         self.health.round(time.monotonic())
 
     def open(self) -> None:
-        """Run the store's part of the rendezvous, before and after the communicators are created."""
+        """Run the part of the rendezvous that uses the store, before and after the communicators are created."""
         arrival = Arrival(self.rank, f"node{self.rank // NODE}", f"GPU-{self.rank}", 22809, "0", True, NcclOptions())
         deadline = Deadline(OPENING_S)
         meet(self.control, arrival, self._locations, deadline, lambda: None)
@@ -122,7 +124,7 @@ class SimRank:
         all_ready(self.control, deadline, lambda: None)
 
     def attributed(self) -> str:
-        """Return the failure attribution of a rank at its deadline; empty if it came too late."""
+        """Return the failure attribution of this rank at its deadline, or an empty text if it took too long."""
         start_s = time.monotonic()
         explanation = self.health.explain({(self.rank + 1) % self.ranks})
         self.health.publish(DeadlineError(f"no answer; {explanation}"))
@@ -130,7 +132,7 @@ class SimRank:
 
 
 def live(port: int, local_ranks: Sequence[int], ranks: int, connection: Connection) -> None:
-    """Run one process: answer requests `(name, *arguments)` until None arrives."""
+    """Run one process of simulated ranks: answer requests `(name, *arguments)` until the request None."""
     counts: Counter[str] = Counter()
     connections = [PrefixStore(PREFIX, TCPStore("127.0.0.1", port, is_master=False)) for _ in range(CONNECTIONS)]
     stores = [BoundedStore(Counted(store, counts), OPENING_S) for store in connections]  # type: ignore[arg-type]
@@ -159,7 +161,7 @@ def live(port: int, local_ranks: Sequence[int], ranks: int, connection: Connecti
 
 
 class Rounds:
-    """Runs the rounds of all ranks of a process, each at its interval."""
+    """A thread that runs the health rounds of all ranks of a process, each at its own interval."""
 
     def __init__(self, members: Sequence[SimRank]) -> None:
         self.silent: int | None = None
@@ -169,12 +171,12 @@ class Rounds:
         self._thread = threading.Thread(target=self._live, daemon=True)
 
     def start(self) -> None:
-        """Start the thread once; `silent` may change afterwards."""
+        """Start the thread if it does not run yet. `silent`, the rank that stops its rounds, may change later."""
         if self._thread.ident is None:
             self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread. Call it before the host of the store ends."""
+        """Stop the thread. This must happen before the host of the store ends."""
         self.ended.set()
         self._thread.join(5.0)
 
@@ -194,7 +196,7 @@ class Rounds:
 def _together(
     members: Sequence[SimRank], start_s: float, body: Callable[[SimRank], Any]
 ) -> list[tuple[int, float, Any]]:
-    """Run `body` for all ranks at once, each on a thread; return (rank, seconds after `start_s`, result) of each."""
+    """Run `body` for all ranks at the same time, each on a thread; return (rank, seconds after `start_s`, result)."""
     results: list[tuple[int, float, Any]] = []
 
     def run(member: SimRank) -> None:

@@ -1,6 +1,7 @@
 """The correctness gate: a case is measured only if it is exact at a small size on the same ranks.
 
-it has any, with a dense float64 softmax.
+A baseline is any implementation of attention. The gate runs it on small random inputs and compares its output, and its
+gradients if it has any, with a dense float64 softmax.
 Guarantees: a wrong result, a NaN or a missing row raises `GateError`, and then no number is printed.
 """
 
@@ -19,11 +20,11 @@ BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 class GateError(RingError):
-    """A baseline's result is not exact, so it must not be measured."""
+    """The error if the result of a baseline is not exact, so that the baseline must not be measured."""
 
 
 class Inputs(NamedTuple):
-    """A whole problem: (1, tokens, heads, dim) tensors; `dout` is the incoming gradient."""
+    """The tensors of a whole problem, (1, tokens, heads, dim) each. `dout` is the gradient of the output."""
 
     q: Tensor
     k: Tensor
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A result of attention: the output, and the three gradients if there are any."""
+    """A result of attention: the output, and dq, dk and dv if the baseline has a backward pass."""
 
     out: Tensor
     grads: tuple[Tensor, Tensor, Tensor] | None
@@ -41,9 +42,9 @@ class Answer(NamedTuple):
 class Baseline(Protocol):
     """One implementation of causal attention, on this rank.
 
-    `load` takes a whole problem and keeps this rank's part; only `forward` and `backward` are timed. `positions`: the
-    tokens of the result, in its order; `heads`: its query heads; `kv_heads`: its K/V heads. `backward` returns None if
-    the baseline has no backward pass.
+    `load` receives a whole problem and keeps this rank's part. Only `forward` and `backward` are timed. `positions` are
+    the token positions of the rows of the result, `heads` its query heads, and `kv_heads` its K/V heads. `backward`
+    returns None if the baseline has no backward pass.
     """
 
     name: str
@@ -69,7 +70,7 @@ def random_inputs(length: int, heads: int, kv_heads: int, head_dim: int, dtype: 
 
 
 def reference(inputs: Inputs) -> Answer:
-    """Compute dense causal attention and its gradients in float64, written for clarity."""
+    """Compute dense causal attention and its gradients in float64, with simple code."""
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     group, tokens = q.shape[2] // k.shape[2], q.shape[1]
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(group, 2)) * q.shape[3] ** -0.5
