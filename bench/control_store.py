@@ -1,4 +1,4 @@
-"""The load that the control traffic of large rings puts on one store, and how soon a dead rank is named.
+"""The load of large rings' control traffic on one store, and the time until the other ranks name a dead rank.
 
 `python -m ringattn.bench.control_store` runs a real `TCPStore` in a separate process, and the real heartbeats,
 rendezvous and failure attribution of simulated ranks in a few more processes, on loopback. It counts the calls of the
@@ -38,8 +38,10 @@ AHEAD_S = 3.0
 
 @dataclass(frozen=True)
 class ControlOptions:
-    """`processes` share the ranks. Requests are counted for `quiet_s`. When the deadline of the other ranks expires,
-    the dead rank has been silent for `deadline_s`.
+    """The options of the benchmark.
+
+    The ranks are divided among `processes`. Requests are counted for `quiet_s`. The deadline of the other ranks expires
+    after the dead rank has been silent for `deadline_s`.
     """
 
     ranks: tuple[int, ...] = (64, 256, 1024)
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str] = ()) -> None:
 
 
 def measure(ranks: int, options: ControlOptions) -> dict[str, Any]:
-    """Measure one number of ranks: rendezvous, quiet operation and a fault."""
+    """Measure the rendezvous, quiet operation and a fault for one number of ranks."""
     load = os.getloadavg()[0]
     host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None

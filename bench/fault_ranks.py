@@ -1,6 +1,6 @@
-"""The ranks of a scripted fault: processes that run exact passes of attention until one of them fails on purpose.
+"""The ranks of a scripted fault: processes that run attention passes until one of them fails on purpose.
 
-Guarantees: nothing is reported unless the first pass was exact; every later result is compared with it.
+Guarantees: nothing is reported unless the first pass was exact. Every later result is compared with that of the first.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ BETWEEN, IN_PASS, IN_BACKWARD, AT_CLOSE = "between passes", "in a pass", "in bac
 
 @dataclass(frozen=True)
 class Fault:
-    """Rank `rank` does `act` at `moment`. `deadlines`: how long the act lasts, in deadlines of the ring.
+    """A scripted fault: rank `rank` does `act` at `moment`.
 
-    `outcome` states what the ranks must do then, see `faults.judge`.
+    `deadlines` is the duration of the act as a multiple of the ring's deadline. `outcome` states how the ranks must
+    react, see `faults.judge`.
     """
 
     name: str
@@ -52,7 +53,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank runs, and in which ring. `namespace`: its network namespace; empty for that of this machine."""
+    """The place of one rank: its number, its ring, and where it runs.
+
+    `namespace` is its network namespace, or empty for that of this machine. `meeting` and `port` are the address at
+    which the ranks connect.
+    """
 
     rank: int
     ranks: int
@@ -67,7 +72,10 @@ class Seat:
 
 @dataclass
 class Answer:
-    """How a rank ended: "right" if all its results were right, else its error. Times are of the monotonic clock."""
+    """The end of a rank. `kind` is "right" if all its results were right, else the class name of its error.
+
+    Times are those of the monotonic clock.
+    """
 
     kind: str = "right"
     message: str = ""
@@ -83,7 +91,7 @@ def one_pass(
 ) -> torch.Tensor:
     """Run one call forward and backward; return its output and the gradient of the queries.
 
-    `extra` rows in this rank's queries make it refuse the call. `strike` is called when backward begins.
+    With `extra` surplus rows in its queries, this rank refuses the call. `strike` is called when backward begins.
     """
     seq = ring.sequence(tokens, layout="zigzag")
     x = torch.randn(1, tokens, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -97,7 +105,7 @@ def one_pass(
 
 
 def open_gate(ring: Ring) -> None:
-    """Compare one pass with dense attention. Raises `GateError`."""
+    """Compare one pass with dense attention. Raises `GateError` if it is not exact."""
     x = torch.randn(1, TOKENS, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).requires_grad_()
     seq = ring.sequence(TOKENS, layout="zigzag")
     out = dense_attention(x, x, x, causal=True)[0]
@@ -109,7 +117,7 @@ def open_gate(ring: Ring) -> None:
 
 
 def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
-    """Run one rank. Send "now" when the fault happens, then an `Answer`, and exit as a program would."""
+    """Run one rank. It sends "now" when the fault happens, then an `Answer`, and exits as a program would."""
     if seat.namespace:
         enter(seat.namespace)
     os.environ.update(
@@ -117,7 +125,8 @@ def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
         RES_OPTIONS="timeout:1",
     )  # fmt: skip
     torch.set_num_threads(1)
-    # torchrun sends SIGTERM to all ranks once a rank has failed; this benchmark measures the survivors' own errors.
+    # torchrun sends SIGTERM to all ranks once one has failed. Survivors ignore it here, because their own errors are to
+    # be measured.
     if seat.rank != fault.rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -134,7 +143,7 @@ def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
 
 @dataclass
 class _Rank:
-    """One rank and its ring."""
+    """One rank with its ring, its fault and its answer."""
 
     seat: Seat
     fault: Fault
@@ -142,7 +151,7 @@ class _Rank:
     answer: Answer = field(default_factory=Answer)
 
     def run(self) -> Answer:
-        """Run the passes of this rank; return how they ended."""
+        """Run the passes of this rank and return its answer."""
         seat = self.seat
         with Ring(transport=seat.transport, timeout_s=OPEN_S) as first:
             open_gate(first)
@@ -161,7 +170,7 @@ class _Rank:
         return self.answer
 
     def strike(self) -> None:
-        """Let the fault happen now, on this rank."""
+        """Tell the parent that the fault happens now, and perform the act on this rank."""
         self.pipe.send("now")
         self.pipe.recv()  # the parent has recorded the time, or has degraded the link
         ACTS[self.fault.act](self)
@@ -191,7 +200,7 @@ class _Rank:
         self.answer.kind, self.answer.message, self.answer.at_s = kind, message, time.monotonic()
 
     def _watch_waits(self) -> None:
-        """Record when each wait of the transport begins, because each has a separate deadline."""
+        """Record the start of each wait of the transport, because each wait has a separate deadline."""
         transport = self.ring.transport
         for name in ("await_both", "_finish"):
             if hasattr(transport, name):
@@ -208,7 +217,7 @@ class _Rank:
 def after_exchange(transport: Any, hop: int, strike: Callable[[], None]) -> None:
     """Call `strike()` once the `hop`-th exchange from now has been posted."""
     transport = getattr(transport, "between", transport)
-    # Every exchange starts through this method, whether it was bound before or not.
+    # Every exchange goes through this method, whether it was bound earlier or not.
     name = "_start" if transport.name == "shm" else "exchange"
     post, posted = getattr(transport, name), [0]
 
@@ -246,7 +255,7 @@ def _send_signal(number: int) -> Callable[[_Rank], None]:
 
 
 def _fork(use: Callable[[_Rank], None]) -> Callable[[_Rank], None]:
-    """Fork a child that runs `use`, and record how it ends."""
+    """Return an act that forks a child, which runs `use`, and records how the child ends."""
 
     def act(rank: _Rank) -> None:
         readable, writable = os.pipe()

@@ -1,4 +1,4 @@
-"""Scripted faults: does every other rank raise in time, and name the guilty rank and no other?
+"""Scripted faults: check that all other ranks raise in time, and that they name the guilty rank and no other.
 
 Ranks are processes on this machine (shared memory, or gloo), or on two hosts that are network namespaces (`nodes`:
 shared memory within a host and gloo between hosts; `hosts`: gloo only). One rank is killed, stopped, slow, exits, makes
@@ -97,14 +97,14 @@ FAULTS = {fault.name: fault for fault in _faults()}
 
 @dataclass(frozen=True)
 class Where:
-    """The ranks of one column: the transport, and the host of each rank."""
+    """The ranks of one column of the table: their transport, and the host of each rank."""
 
     transport: str
     hosts: tuple[int, ...]
 
     @property
     def linked(self) -> bool:
-        """Whether a link joins two hosts."""
+        """Return whether the ranks are on two hosts, which a link joins."""
         return len(set(self.hosts)) > 1
 
 
@@ -118,7 +118,11 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class FaultsOptions:
-    """`only`: substrings of fault names, empty for all. `at_once`: how many faults run at the same time."""
+    """The options of the benchmark.
+
+    Faults run if their name contains one of the texts in `only`; an empty text selects all. `at_once` is the number of
+    faults that run at the same time.
+    """
 
     transports: tuple[str, ...] = tuple(COLUMNS)
     only: tuple[str, ...] = ("",)
@@ -130,9 +134,10 @@ class FaultsOptions:
 
 @dataclass
 class Outcome:
-    """The answers of the ranks after one fault.
+    """The answers of the ranks after one fault, and the complaints about them.
 
-    `seconds`: from the fault, or from the wait that failed, to the error.
+    `seconds` has, by rank, the time from the fault to the error, or from the start of the failed wait if that was
+    later.
     """
 
     fault: str
@@ -143,9 +148,9 @@ class Outcome:
 
 
 def applies(fault: Fault, column: str) -> bool:
-    """Return whether a fault has a cell in this column.
+    """Return whether a fault is run in this column.
 
-    Faults of the link need one, and `hosts` has no other faults.
+    Faults of the link run only in columns with two hosts, and the column `hosts` has only faults of the link.
     """
     return (fault.act == SPOIL) == (column == "hosts") or (fault.act == SPOIL and COLUMNS[column].linked)
 
@@ -167,7 +172,7 @@ def blamed(message: str) -> set[int]:
 def judge(
     fault: Fault, where: Where, fault_s: float, answers: dict[int, Answer], timeout_s: float, grace_s: float = GRACE_S
 ) -> list[str]:
-    """Return the complaints about the answers; empty if they are as they must be."""
+    """Return a sentence for each answer that differs from the outcome that the fault requires."""
     complaints = []
     for rank in range(len(where.hosts)):
         complaints += [
@@ -205,8 +210,8 @@ def _complaints(
     if (seconds := seconds_of(answer, fault_s)) > limit_s:
         wrong.append(f"took {seconds:.2f} s: {answer_text}")
     if fault.outcome in (LINK, SLOW_LINK):
-        # Over a slow link all ranks read the same verdict from the store, which blames no rank of the store's host. A
-        # rank that cannot reach the store has lost the other host, as if the link were cut.
+        # Over a slow link, all ranks read the same verdict from the store, which blames no rank of the store's host.
+        # For a rank that cannot reach the store, the other host is lost, as if the link were cut.
         reads_store = fault.outcome == SLOW_LINK and "the store's host" not in answer.message
         innocent_host = where.hosts[0 if reads_store else rank]
         innocent = {peer for peer, host in enumerate(where.hosts) if host == innocent_host}
@@ -237,9 +242,10 @@ def run_fault(
     timeout_s: float = 4.0,
     grace_s: float = GRACE_S,
 ) -> Outcome:
-    """Run one fault in fresh processes, and judge it.
+    """Run one fault in new processes, and judge the answers.
 
-    Raises `RingError` if the fault did not happen.
+    `number` seeds the link and selects the exchange at which a fault in a pass happens. Raises `RingError` if the fault
+    did not happen.
     """
     where, context = COLUMNS[column], multiprocessing.get_context("forkserver")
     timeout_s = SLOW_S if fault.outcome == SLOW_LINK else timeout_s
@@ -277,7 +283,10 @@ def run_fault(
 def _collect_answers(
     fault: Fault, timeout_s: float, pipes: list[Connection], processes: list[BaseProcess], strikes: Callable[[], None]
 ) -> tuple[float, dict[int, Answer]]:
-    """Return when the fault happened, and every answer."""
+    """Return the time at which the fault happened (0 if it did not), and the answers by rank.
+
+    `strikes` is called when the fault happens.
+    """
     answers: dict[int, Answer] = {}
     fault_s, end_s = 0.0, time.monotonic() + JOB_S
     open_pipes = dict(enumerate(pipes))
@@ -322,7 +331,7 @@ def free_port() -> int:
 
 
 def start_forkserver() -> None:
-    """Fork the processes from a server that has already imported torch."""
+    """Let the processes be forked from a server that has already imported torch."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch's own traces of lost stores
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ringattn.bench.fault_ranks"])
 

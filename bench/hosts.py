@@ -39,19 +39,19 @@ HOST_NAME = "localhost"
 
 
 class LinkState(NamedTuple):
-    """What happens to packets. `lost`: the fraction dropped, of those from the first host and from the second."""
+    """The state of the link. `lost` is the fraction of packets dropped, from the first and from the second host."""
 
     lost: tuple[float, float] = (0.0, 0.0)
     delay_s: float = 0.0
 
 
 class TwoHosts:
-    """Two network namespaces and the link between them. A context manager, for root."""
+    """Two network namespaces and the link between them, as a context manager. It needs root."""
 
     _numbers = itertools.count()
 
     def __init__(self, seed: int = 0) -> None:
-        """Raises `UnsupportedError` if namespaces or TUN devices are not permitted."""
+        """Create the hosts. Raises `UnsupportedError` if namespaces or TUN devices are not permitted."""
         self.state = LinkState()
         stem = f"ringattn-{os.getpid()}-{next(self._numbers)}"
         self.namespaces = [f"{stem}-a", f"{stem}-b"]
@@ -169,17 +169,23 @@ SETTINGS = {
 
 
 def address(node: int, place: int) -> str:
-    """Return the address of a rank. Node 0 has the lower ones, so node 1 connects, over the rail of its peer."""
+    """Return the address of the rank at `place` of `node`.
+
+    Node 0 has the lower addresses, so each rank of node 1 opens the connection, over the rail of its peer.
+    """
     return f"10.77.{1 + node}.{1 + place}"
 
 
 class RailedNodes:
-    """Two nodes of `places` ranks each. A context manager, for root."""
+    """Two nodes of `places` ranks each, with a rail for each pair of peers, as a context manager. It needs root."""
 
     _numbers = itertools.count()
 
     def __init__(self, places: int, rate: float) -> None:
-        """`rate`: bytes/s of a rail, each way. Raises `UnsupportedError` if namespaces or `tc` are not permitted."""
+        """Create the nodes. `rate` is the bytes/s of a rail in each direction.
+
+        Raises `UnsupportedError` if namespaces or `tc` are not permitted.
+        """
         self.places = places
         self.processors = _shares(sorted(os.sched_getaffinity(0)))
         stem = f"ringattn-{os.getpid()}-{next(self._numbers)}"
@@ -211,7 +217,7 @@ class RailedNodes:
     def run(self, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str) -> list[Any]:
         """Run `target` ("module:function") as `function(ring, **spec)` on every rank; return the results by rank.
 
-        Prints of rank 0 are shown. Raises `RingError` if a rank fails.
+        `say` gets each line that rank 0 prints. Raises `RingError` if a rank fails.
         """
         ranks = NODES * self.places
         with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +241,7 @@ class RailedNodes:
             return [json.loads(result_file(folder, rank).read_text(encoding="utf-8")) for rank in range(ranks)]
 
     def sent_bytes(self) -> list[list[int]]:
-        """Return the bytes that each rail has sent so far, by sending node and place."""
+        """Return the bytes that each rail has sent so far, by sending node and place of the rail."""
         return [
             [self._statistic(namespace, f"rail{place}") for place in range(self.places)]
             for namespace in self.namespaces
@@ -263,7 +269,7 @@ class RailedNodes:
             )  # fmt: skip
 
     def _join(self, device: str, ends: tuple[str, str], rate: float = 0.0) -> None:
-        """Link the nodes. `rate`: limit in bytes/s each way; 0 for no limit."""
+        """Create a link `device` between the nodes. `rate` limits the bytes/s in each direction; 0 is no limit."""
         first, second = self.namespaces
         _run("ip", "-n", first, "link", "add", device, "type", "veth", "peer", "name", device, "netns", second)
         for namespace, address_, peer_address in zip(self.namespaces, ends, reversed(ends), strict=True):
@@ -280,7 +286,7 @@ class RailedNodes:
 
 
 def _shares(processors: list[int]) -> list[list[int]]:
-    """Divide the processors equally between the nodes; if there is only one, they share it."""
+    """Divide the processors equally between the nodes. If there is only one processor, both nodes use it."""
     share = len(processors) // NODES
     return [processors[node * share : (node + 1) * share] or processors for node in range(NODES)]
 

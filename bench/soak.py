@@ -1,8 +1,8 @@
 """A soak: random calls on a ring for a long time, with ranks that are stopped for a while and rings that are dropped.
 
-`python -m ringattn.bench soak seconds=3600 transport=gloo`. Every result is compared with dense float64 attention. The
-bar: after the warm-up, which is the first third of the time, no rank has more descriptors, threads or mappings, and its
-memory grows by less than `GROWTH_MIB`.
+Run `python -m ringattn.bench soak seconds=3600 transport=gloo`. Every result is compared with dense float64 attention.
+The bar: after the warm-up, which is the first third of the time, the descriptors, threads and mappings of no rank
+increase, and the memory of each rank grows by less than `GROWTH_MIB`.
 Guarantees: raises `RingError` if the bar is missed, a result is off or a rank fails.
 """
 
@@ -43,7 +43,7 @@ Samples = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """`stops_per_minute`: how often a random rank is stopped, for at most `stop_s`."""
+    """The options of the soak. A random rank is stopped `stops_per_minute` times a minute, for at most `stop_s`."""
 
     seconds: float = 60.0
     transport: str = "gloo"
@@ -56,7 +56,7 @@ class SoakOptions:
 
 
 class Stops:
-    """Stops random ranks for a while, and reports progress. Called periodically."""
+    """An object that stops random ranks for a while and reports progress. It must be called periodically."""
 
     def __init__(self, options: SoakOptions, folder: Path, say: Say) -> None:
         self.options, self.folder, self.say = options, folder, say
@@ -66,7 +66,7 @@ class Stops:
         self.next_stop_s = self.began_s = self.said_s = time.monotonic()
 
     def __call__(self) -> None:
-        """Stop, continue and report whatever is due."""
+        """Stop a rank, continue the stopped rank, and report progress, each if its time has come."""
         now = time.monotonic()
         if now >= self.said_s:
             self.said_s = now + SAY_EVERY_S
@@ -102,14 +102,14 @@ def samples_of(folder: Path, rank: int) -> Samples:
 
 
 def judge(ranks: Sequence[Samples]) -> list[str]:
-    """Return one sentence for everything that grew beyond the bar."""
+    """Return one sentence for each resource that grew beyond the bar."""
     complaints = []
     for rank, samples in enumerate(ranks):
         third = len(samples) // 3
         if not third:
             complaints.append(f"rank {rank} has {len(samples)} samples, too few to judge")
             continue
-        # Medians, because a ring that is open or closing during a sample is no leak.
+        # Compare medians, because a second ring that is open during a sample is not a leak.
         before, after = samples[third : 2 * third], samples[-third:]
         for name in COUNTS:
             first, last = max(sample[name] for sample in before), median(sample[name] for sample in after)
@@ -122,7 +122,7 @@ def judge(ranks: Sequence[Samples]) -> list[str]:
 
 
 def slope_bytes(samples: Samples) -> float:
-    """Return the growth of the memory in 1,000 calls, after the warm-up."""
+    """Return the growth of a rank's memory, in bytes per 1,000 calls, after the warm-up."""
     later = samples[len(samples) // 3 :]
     if len(later) < 2:
         return 0.0
@@ -131,7 +131,7 @@ def slope_bytes(samples: Samples) -> float:
 
 
 def tabulate(ranks: Sequence[Samples], stops: int, complaints: Sequence[str]) -> Table:
-    """Return a table of rows over time with the maximum over all ranks."""
+    """Return a table with a row for each of about ten moments, with the maximum over all ranks."""
     table = Table("What the ranks hold, most of all ranks", ("seconds", "calls", *COUNTS, "RSS MiB"))
     rows = min(map(len, ranks))
     for index in sorted({round(n * (rows - 1) / 9) for n in range(10)}) if rows else ():

@@ -52,7 +52,7 @@ def draw_call(random_: random.Random) -> dict[str, Any]:
 
 
 def check(ring: Ring, call: dict[str, Any]) -> float:
-    """Make one call and return its largest error, of the output and the gradients. Raises `GateError` if it is off."""
+    """Make one call and return the largest error of its output and gradients. Raises `GateError` if it is not exact."""
     generator = torch.Generator().manual_seed(call["seed"])
     heads = (4, call["kv_heads"], call["kv_heads"], 4)
     q, k, v, dout = (torch.randn(1, call["tokens"], n, 8, dtype=torch.float64, generator=generator) for n in heads)
@@ -76,7 +76,7 @@ def check(ring: Ring, call: dict[str, Any]) -> float:
 
 
 def sample(calls: int, began_s: float) -> dict[str, float]:
-    """Return what this process holds now."""
+    """Return the present descriptors, threads, mappings and memory of this process."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
         maps = sum("ringattn-" in line for line in lines)
     return {
@@ -86,7 +86,7 @@ def sample(calls: int, began_s: float) -> dict[str, float]:
 
 
 def soak(options: dict[str, Any], folder: Path) -> None:
-    """Make calls until rank 0 decides that the time is over. Each sample is a line of `rank-N.jsonl`."""
+    """Make calls until `seconds` have passed on rank 0. Write each sample as a line of `rank-N.jsonl`."""
     rank, transport, timeout_s = int(os.environ["RANK"]), options["transport"], options["timeout_s"]
     random_ = random.Random(options["seed"])
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""Schedules over two nodes of two ranks with a slow link between them: measured, next to predictions.
+"""Measured and predicted times of schedules on two nodes of two ranks, with slow links between the nodes.
 
 The nodes are network namespaces (`hosts.py`). Ranks of a node share memory, and each has a separate rail to its peer on
 the other node, limited to `rate_mb` megabytes a second. The same ranks first measure kernel, memory and both kinds of
-messages; the prediction simulates the plans that run with these constants, and with no others.
-`python -m ringattn.bench.two_nodes`, as root.
+messages. The prediction simulates the plans that run, and uses only these measured constants.
+Run `python -m ringattn.bench.two_nodes` as root.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ CALLS = (
 
 @dataclass(frozen=True)
 class TwoNodesOptions:
-    """`rate_mb`: megabytes/s of a rail, each way. `calls`: how many. `rounds`: for measuring the constants."""
+    """The options of the benchmark.
+
+    `rate_mb` is the megabytes/s of a rail in each direction. `calls` is the number of calls to measure, and `rounds`
+    the number of rounds that measure the constants.
+    """
 
     rate_mb: float = 25.0
     calls: int = 3
@@ -55,7 +59,7 @@ def shapes(calls: int) -> list[Shape]:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """Run one rank's part: the constants, then the calls."""
+    """Run this rank: measure the constants, then the calls."""
     if ring.rank == 0:
         print("measuring kernel, memory and messages of this machine", flush=True)
     near, far = ring.rank ^ 1, (ring.rank + PLACES) % RANKS
@@ -64,7 +68,7 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
 
 
 def cluster_of(measurements: list[dict[str, Any]], cores: int, rate_mb: float) -> Cluster:
-    """Describe the two nodes for the planner. `cores`: processors of a node."""
+    """Return the two nodes as a cluster of the planner. `cores` is the number of processors of a node."""
     constants, _, _ = constants_of(finalized(measurements), "float32", 1, measurements[0]["jobs"])
     constants |= {"cores": cores, "ranks_per_node": PLACES}
     return Cluster(
@@ -74,7 +78,10 @@ def cluster_of(measurements: list[dict[str, Any]], cores: int, rate_mb: float) -
 
 
 def table_of(options: TwoNodesOptions, cluster: Cluster, by_shape: list[dict[str, list[Sample]]]) -> Table:
-    """Return a table with a row per call, pass and schedule, and the speedup over the flat ring; the verdict below."""
+    """Return a table with a row per call, pass and schedule, with the speed-up over the flat ring.
+
+    Its notes have the verdict.
+    """
     table = Table(
         f"{RANKS} ranks on {NODES} nodes, rails of {options.rate_mb:g} MB/s, {options.repeats} rounds",
         ("tokens, heads, mask, layout", "pass", "schedule", "over rails, MiB", "measured, ms", "predicted, ms", "error",
@@ -115,7 +122,7 @@ def table_of(options: TwoNodesOptions, cluster: Cluster, by_shape: list[dict[str
 
 
 def crossing_bytes(plans: Sequence[Any], cluster: Cluster) -> int:
-    """Return the bytes to the other node from the rank that sends most."""
+    """Return the bytes that a rank sends to the other node, for the rank that sends the most."""
     return max(
         sum(
             send.elements * plan.element_bytes(send.buffer)
