@@ -1,7 +1,7 @@
-"""Runs jobs in worker processes that may die or hang: a compiler that fails an assertion, a kernel that never ends.
+"""Run jobs in worker processes, because a job may crash or hang: a compiler assertion, a kernel that never ends.
 
-Guarantees: each job runs once and for at most its time limit. A job that raises, dies or takes longer ends its process,
-whose CUDA context may be broken, and the next job gets a new process.
+Guarantees: each job runs once and for at most its time limit. If a job raises, crashes or takes longer, its process is
+ended, because its CUDA context may be broken, and the next job gets a new process.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from typing import Any
 
 
 class JobFailed(Exception):
-    """States in one line why a job has no result."""
+    """The error of a job without a result. Its message is one line with the reason."""
 
 
 class Budget:
-    """The seconds that all jobs together may take from now on."""
+    """The seconds that all jobs together may take, counted from the creation of this object."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._end = seconds, monotonic() + seconds
 
     @property
     def left_s(self) -> float:
-        """The seconds left; negative if more than the budget is spent."""
+        """Return the seconds left, which are negative if the budget is exceeded."""
         return self._end - monotonic()
 
     def limit(self, limit_s: float) -> float:
-        """Return the seconds that the next job may take: `limit_s` or what is left. Raises JobFailed if nothing is
-        left.
+        """Return the seconds that the next job may take: `limit_s`, or the rest of the budget if that is less.
+
+        Raises JobFailed if the budget is spent.
         """
         left_s = self.left_s
         if left_s <= 0:
@@ -43,7 +44,7 @@ class Budget:
 
 
 class Worker:
-    """A process that does one job after another."""
+    """A process that runs one job after another."""
 
     def __init__(self) -> None:
         self._running: tuple[BaseProcess, Connection] | None = None
@@ -55,9 +56,9 @@ class Worker:
         self.close()
 
     def ask(self, job: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
-        """Return `job(*arguments)`, where `job` is importable by name. The limit includes the start of a new process.
+        """Run `job(*arguments)` in the process and return its result. `job` must be importable by name.
 
-        Raises JobFailed if there is no result.
+        The limit includes the start of a new process. Raises JobFailed if there is no result.
         """
         process, connection = self._running = self._running or _start_process()
         connection.send((job, arguments))
@@ -89,9 +90,9 @@ class Worker:
 def run_all(
     job: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], workers: int, limit_s: float, budget: Budget
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index, result or JobFailed) for each `job(*arguments[index])`, in the order in which the jobs end.
+    """Run `job` for each of `arguments` in `workers` processes; yield (index, result or JobFailed) as each job ends.
 
-    `limit_s`: the limit of a single job.
+    `limit_s` is the limit of a single job.
     """
     todo, done = deque(enumerate(arguments)), SimpleQueue[tuple[int, Any]]()
 

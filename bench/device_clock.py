@@ -1,7 +1,7 @@
-"""Times work on the GPU with its own events, and measures what a call costs the host.
+"""Time work on the GPU with the device's events, and measure the host time of a call.
 
 Guarantees: the device is warmed up, the median of the repetitions is returned, and the L2 cache is flushed between them
-(`triton.testing.do_bench`). On a CPU, where only a rehearsal runs, the wall-clock seconds of one call.
+(`triton.testing.do_bench`). On a CPU, which serves only for rehearsals, the wall-clock time of one call is returned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 
 
 def device_us(work: Callable[[], Any], ms: int) -> float:
-    """Return the median microseconds on the device; `ms`: how long to repeat."""
+    """Return the median microseconds of `work` on the device. It is repeated for about `ms` milliseconds."""
     if torch.cuda.is_available():
         return float(triton.testing.do_bench(work, warmup=ms // 2, rep=ms, return_mode="median")) * 1e3
     start = time.perf_counter()

@@ -1,8 +1,9 @@
 """The host cost of one hop: an event, a group of one send and one receive, another event, and the two waits.
 
-`python -m ringattn.bench.hop` needs a C compiler and no GPU. The real transport runs over the stub of the tests, a C
-library with NCCL's interface that moves nothing between ranks, and over events that do nothing. The cost of the stub,
-timed separately through the same binding, is subtracted. The cost of CUDA's events is not included: it needs a GPU.
+`python -m ringattn.bench.hop` needs a C compiler and no GPU. The real transport runs with the stub of the tests, a C
+library with NCCL's interface that moves nothing between ranks, and with events that do nothing. The stub is also timed
+alone through the same binding, and this time is subtracted. The cost of CUDA's events is not included, because
+measuring it needs a GPU.
 The gate: the stub has recorded exactly the group of every hop.
 """
 
@@ -42,7 +43,7 @@ LOG_HOPS = 500  # the capacity of the stub's log
 
 @dataclass(frozen=True)
 class HopOptions:
-    """`hops` are timed in blocks of `LOG_HOPS`; each figure covers one block."""
+    """The options of the benchmark. `hops` hops are timed in blocks of `LOG_HOPS`, and each block gives one figure."""
 
     hops: int = 20_000
     bytes: int = 1 << 20
@@ -65,7 +66,7 @@ class NoStream(Stream):
 
     @property
     def cuda_stream(self) -> int:
-        """A handle that is never dereferenced."""
+        """Return a handle that is never dereferenced."""
         return 0x5EAF
 
     def wait_event(self, event: Event) -> None:
@@ -104,7 +105,7 @@ class NoDevice(CudaDevice):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
-        """Never called, because slots are not registered here."""
+        """Raise `UnsupportedError`. This is never called, because staging buffers are not registered here."""
         raise UnsupportedError("this device wraps no memory")
 
     def release_cached(self) -> None:
@@ -201,7 +202,10 @@ def _on_both(body: Callable[[int], None]) -> None:
 
 
 def _block_us(hop: Callable[[], None], stub: ctypes.CDLL) -> float:
-    """Return the microseconds of one hop, averaged over a block; check the calls that the stub has recorded."""
+    """Return the microseconds of one hop, averaged over a block.
+
+    Raises `GateError` if the stub did not record exactly the calls of these hops.
+    """
     stub.stub_clear()
     start = time.perf_counter()
     for _ in range(LOG_HOPS):

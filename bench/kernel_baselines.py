@@ -1,7 +1,7 @@
 """The attention implementations that the kernel benchmark compares, each behind one call per pass.
 
-Guarantees: random inputs, fresh for each size, and the same tensors for all implementations. The gate compares out, dQ,
-dK and dV of each with a dense float64 reference; the error may be at most 1.25 times that of torch's own attention.
+Guarantees: inputs are random, and new for each figure. The gate compares out, dQ, dK and dV of each implementation with
+a dense float64 reference. The error may be at most 1.25 times that of torch's own attention on the same inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Work = Callable[[], Any]
 
 
 class Inputs(NamedTuple):
-    """Tensors of shape (batch, tokens, heads, dim)."""
+    """The inputs of one call, each of shape (batch, tokens, heads, dim)."""
 
     q: Tensor
     k: Tensor
@@ -42,9 +42,11 @@ class Inputs(NamedTuple):
 
 
 class KernelBaseline(NamedTuple):
-    """`passes(inputs, causal)` returns (forward, backward), which can be called repeatedly.
+    """One implementation of attention on a single GPU.
 
-    forward() returns out, backward() returns (dq, dk, dv), all in the layout of the inputs. `engine`: ours, or None.
+    `passes(inputs, causal)` returns two functions (forward, backward), which can be called repeatedly. forward()
+    returns out, and backward() returns (dq, dk, dv), all in the shape order of the inputs. `engine` is the Triton
+    engine if the implementation is ours, else None.
     """
 
     name: str
@@ -53,13 +55,16 @@ class KernelBaseline(NamedTuple):
 
 
 def make_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tokens: int | None = None) -> Inputs:
-    """Return random inputs. `k_tokens`: tokens of k and v, by default those of q."""
+    """Return random inputs. `k_tokens` is the number of tokens of k and v, by default that of q."""
     shapes = [(batch, n, heads, dim) for n in (tokens, k_tokens or tokens, k_tokens or tokens, tokens)]
     return Inputs(*(torch.randn(shape, device=DEVICE, dtype=getattr(torch, dtype)) for shape in shapes))
 
 
 def kernel_baselines(dim: int, dtype: str, only: tuple[str, ...]) -> tuple[list[KernelBaseline], dict[str, str]]:
-    """Return all baselines that can run here (or those in `only`), most important first, and why the others cannot."""
+    """Return the baselines that can run here, most important first, and by name why others cannot run.
+
+    If `only` is not empty, other names are left out.
+    """
     baselines, refused = [], {}
     makers: dict[str, Callable[[], KernelBaseline]] = {
         "cudnn": lambda: _op_baseline("cudnn", aten.CUDNN),
@@ -93,9 +98,9 @@ def implementation(name: str, dim: int, dtype: str) -> KernelBaseline:
 
 
 def check_baseline(baseline: KernelBaseline, dim: int, dtype: str) -> str | None:
-    """Return why a baseline is wrong, or None.
+    """Return why the results of a baseline are wrong, or None if they are right.
 
-    Checks both masks and a length that is not a multiple of any block size.
+    Both masks are checked, at a length that is not a multiple of any block size.
     """
     inputs = make_inputs(2, GATE_TOKENS if DEVICE == "cuda" else 70, GATE_HEADS, dim, dtype)
     for causal in (False, True):
@@ -118,7 +123,7 @@ def _error(x: Tensor, reference: Tensor) -> float:
 
 
 def _torch_results(inputs: Inputs, causal: bool) -> list[Tensor]:
-    """Return out, dQ, dK, dV of torch's own attention in the dtype of the inputs (float64: dense)."""
+    """Return out, dQ, dK and dV of torch's own attention in the dtype of the inputs. In float64 it is dense."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs[:3])
     q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q_first, k_first, v_first, is_causal=causal).transpose(1, 2)
@@ -126,7 +131,7 @@ def _torch_results(inputs: Inputs, causal: bool) -> list[Tensor]:
 
 
 def _op_baseline(name: str, op: BlockOp) -> KernelBaseline:
-    """Return a baseline for a block op of torch or of FlashAttention, on (batch, heads, tokens, dim) views."""
+    """Return a baseline that calls an attention operator of torch or FlashAttention on (batch, heads, tokens, dim)."""
 
     def make_passes(inputs: Inputs, causal: bool) -> tuple[Work, Work]:
         q, k, v, dout = (x.transpose(1, 2) for x in inputs)
@@ -149,7 +154,7 @@ def _auto_baseline(name: str, dim: int, dtype: str) -> KernelBaseline:
 
 
 def ours(name: str, engine: Engine) -> KernelBaseline:
-    """Return a baseline that calls an engine as a ring of one rank does, without the ring."""
+    """Return a baseline that calls an engine directly, in the way a ring of one rank does."""
     if DEVICE == "cuda" and name in ("descriptors", "gluon") and architecture(torch.device("cuda")) < 90:
         raise UnsupportedError(f"{name}: needs a GPU of sm_90 or later")
 

@@ -1,7 +1,7 @@
-"""A launch compiled to machine code for a GPU that is not present, and the resources that the code needs per SM.
+"""Compile a launch to machine code for a GPU that is not present, and find the resources that the code needs per SM.
 
-Guarantees: the ordinary launch path compiles it, with a driver that launches nothing. If the caller has set the folder
-of Triton's cache, nothing stays there.
+Guarantees: the code is compiled by the ordinary launch path, with a driver that launches nothing. Files stay only in
+the folder of Triton's cache, which the caller can set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 
 
 class KernelCode(NamedTuple):
-    """`listing`: the output of nvdisasm, with encodings. `registers`: per thread where the kernel begins."""
+    """The machine code of a kernel and the resources of a thread block.
+
+    `listing` is the output of nvdisasm with encodings. `registers` is the number per thread at the start of the kernel.
+    """
 
     listing: str
     registers: int
@@ -38,14 +41,14 @@ class KernelCode(NamedTuple):
     ptx: str
 
     def resident(self, arch: int) -> int:
-        """Return how many thread blocks an SM holds at once."""
+        """Return how many thread blocks can be resident on an SM at the same time."""
         registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
         shared = SHARED_BYTES[arch] // (self.shared_bytes + RESERVED_BYTES)
         return max(1, min(registers, shared, THREADS[arch] // self.threads))
 
 
 def code_of(call: LaunchCall, arch: int) -> KernelCode:
-    """Compile a launch for sm_`arch`. The stub driver that this sets remains active."""
+    """Compile a launch for sm_`arch`. This replaces Triton's driver by a stub, which remains active."""
     driver.set_active(StubDriver(arch))
     call.kernel.device_caches.clear()  # keyed by device number, which is 0 for every stubbed GPU
     return read(call.kernel.warmup(*call.args, grid=call.grid, **call.meta))

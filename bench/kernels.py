@@ -43,7 +43,7 @@ MOST_FAILURES = 2
 
 
 class Results:
-    """The figures measured so far; `keep` writes them."""
+    """The figures measured so far, which `keep` writes to files."""
 
     def __init__(self, options: KernelJobsOptions) -> None:
         self.options = options
@@ -54,7 +54,7 @@ class Results:
         self.facts = device_facts()
 
     def keep(self, how: Callable[..., None] = keep, complete: bool = False) -> None:
-        """Write the results with `how`: to files only, or to the screen as well."""
+        """Write the results with `how`: `report.keep` writes only files, and `report.finish` also prints them."""
         data = {
             "measured on": self.facts, "complete": complete, "speed": self.rows, "ring steps": self.ring,
             "launch": self.costs, "refused": self.refused,
@@ -64,7 +64,7 @@ class Results:
 
 
 def measure(baseline: KernelBaseline, results: Results, budget: Budget, say: Callable[[str], None]) -> None:
-    """Gate and time an implementation in a separate process; record a reason where there is no result."""
+    """Check and time an implementation in a separate process. For a missing result, record the reason."""
     options, failures = results.options, 0
 
     def run_job(job: Callable[..., Any], *arguments: Any) -> Any:
@@ -110,7 +110,7 @@ def tables(
     costs: dict[str, float],
     refused: dict[str, str],
 ) -> list[Table]:
-    """Return the tables for readers."""
+    """Return the tables of speed, ring steps and launch cost."""
     speed = Table("TFLOP/s, and the share of cuDNN's", ["mask", "tokens", "engine", "forward", "", "backward", ""])
     base = {(row["mask"], row["tokens"]): row for row in rows if row["engine"] == "cudnn"}
     speed.notes += [f"failed: {row['engine']}, {row['mask']}, {row['tokens']}: {row['failed']}"
@@ -135,7 +135,7 @@ def tables(
 
 
 def main(arguments: list[str]) -> None:
-    """Gate, time, save, print."""
+    """Check and time all implementations, save the results and print the tables."""
     options = parse(KernelJobsOptions(), arguments)
     budget, results = Budget(options.budget_s), Results(options)
     with progress("kernels") as say:
@@ -159,10 +159,11 @@ def main(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class KernelJobsOptions:
-    """`tokens`: sequence lengths; `total`: batch times tokens; `steps`, `step_tokens`: of the ring; `ms`: per timing.
+    """The options of the benchmark.
 
-    `only`: names of implementations. `limit_s`: for one figure or gate, including compilation; `budget_s`: for all.
-    `file`: name of the result files.
+    `tokens` are the sequence lengths, and `total` is batch times tokens. The ring has `steps` steps of `step_tokens`
+    tokens. Each timing is repeated for `ms` milliseconds. `only` names the implementations to run. `limit_s` limits one
+    figure or gate, including compilation, and `budget_s` limits the whole run. `file` is the name of the result files.
     """
 
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
@@ -182,13 +183,13 @@ class KernelJobsOptions:
 
 
 def attention_flops(inputs: Inputs, tokens: int, mask: str) -> float:
-    """Return the FLOPs of forward: 4 per visible pair and element of a head. Backward takes 2.5 times that."""
+    """Return the FLOPs of forward: 4 per visible pair and element of a head. Backward takes 2.5 times as many."""
     pairs = tokens * tokens if mask == "full" else tokens * (tokens + 1) // 2
     return 4.0 * inputs.q.shape[0] * inputs.q.shape[2] * inputs.q.shape[3] * pairs
 
 
 def gate(options: KernelJobsOptions, name: str) -> str | None:
-    """Return why an implementation must not be timed, or None."""
+    """Return why an implementation must not be timed, or None if its results are right."""
     return check_baseline(implementation(name, options.head_dim, options.dtype), options.head_dim, options.dtype)
 
 
@@ -202,7 +203,10 @@ def speed(options: KernelJobsOptions, name: str, mask: str, tokens: int, part: s
 
 
 def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
-    """Return the microseconds of one launch over all keys, of carried steps, and of steps that are merged outside."""
+    """Time one launch over all keys, steps with carried accumulators, and steps whose outputs are merged outside.
+
+    Return the microseconds of each, and the efficiency of the steps compared with the single launch.
+    """
     engine = implementation(name, options.head_dim, options.dtype).engine
     assert engine is not None
     rows, steps = options.step_tokens, options.steps
@@ -258,7 +262,7 @@ def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
 
 
 def launch_costs() -> dict[str, float]:
-    """Return the host's microseconds for one engine call, and per call in the replay of a captured graph."""
+    """Return the host's microseconds for one engine call, and for one call within the replay of a captured graph."""
     engine = TritonEngine()
     inputs = make_inputs(1, 64, 2, 64, "bfloat16")
     q, k, v = (x.transpose(0, 1) for x in inputs[:3])

@@ -37,14 +37,14 @@ CALLS = 200
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """`rounds`: how often 200 calls are timed."""
+    """The options of the benchmark. In each of `rounds` rounds, 200 calls are timed."""
 
     rounds: int = 25
     results: str = RESULTS
 
 
 class StubDriver:
-    """Replaces Triton's CUDA driver: kernels are compiled for sm_`arch`; loading and launching do nothing."""
+    """A replacement of Triton's CUDA driver. It compiles kernels for sm_`arch`, and loads and launches nothing."""
 
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
@@ -61,15 +61,15 @@ class StubDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        """Return `device`, which may be set."""
+        """Return the attribute `device`, which callers may set."""
         return self.device
 
     def get_current_stream(self, device: int) -> int:
-        """Return `stream`, which may be set."""
+        """Return the attribute `stream`, which callers may set."""
         return self.stream
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Return the function with which a compiled kernel launches itself; each kernel gets a new one."""
+        """Return the function that launches a compiled kernel. Each kernel gets a new function object."""
         return partial(self.launch)
 
     def launch(self, *args: Any) -> None:
@@ -88,14 +88,14 @@ def operands() -> tuple[Tensor, KV, SoftmaxState, BackwardInputs, Output, KV]:
 
 
 def describe_call(q: Tensor, kv: KV, state: SoftmaxState) -> LaunchCall:
-    """Describe the forward call."""
+    """Return the description of the forward call: its kernel, arguments and constants."""
     table = Table(torch.zeros(16, 8, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32), 8)
     config = configs_for(90, torch.bfloat16, 128).forward
     return forward(q, kv.k, kv.v, state.out.carried, state.lse, table, config, scale=0.1)
 
 
 def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
-    """Return the microseconds of one `work`, one figure per round."""
+    """Return the microseconds of one call of `work`, one figure per round."""
     times = []
     for _ in range(rounds):
         start = thread_time()
@@ -106,7 +106,7 @@ def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def calls_to_time() -> dict[str, Callable[[], Any]]:
-    """Return the calls to time, by name. Replaces the process's driver by a `StubDriver`."""
+    """Return the calls to time, by name. This replaces the driver of the process by a `StubDriver`."""
     driver.set_active(StubDriver(90))
     q, kv, state, inputs, dq, dkv = operands()
     call, kept = describe_call(q, kv, state), Kept()
@@ -134,7 +134,7 @@ def calls_to_time() -> dict[str, Callable[[], Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Time each kind of call, print, save."""
+    """Time each kind of call, print the table and save it."""
     options = parse(LaunchOptions(), arguments)
     table = report.Table(
         f"Host cost of one call, µs (minimum / median / maximum of {options.rounds} rounds)", ["call", "µs"]

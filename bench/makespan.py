@@ -1,8 +1,8 @@
-"""How evenly the launches of a step fill the SMs: their makespan over the ideal, without a GPU.
+"""How evenly the launches of a step fill the SMs: the ratio of their makespan and the ideal, without a GPU.
 
-`python -m ringattn.bench.makespan`. The tables are those of the engine. The work of an item is counted in visited
-blocks of rows, and each SM runs one program. The ideal is an equal share for each; `least` is a lower bound for every
-order.
+Run `python -m ringattn.bench.makespan`. The tile tables are those of the engine. The work of an item is counted in
+visited blocks of rows, and each SM runs one program. The ideal is an equal share for each program; `least` is a lower
+bound for every order of the items.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ GPUS = {"H100, H200": H100, "A100": Gpu(40 << 20, 108), "B200": Gpu(126 << 20, 1
 
 @dataclass(frozen=True)
 class MakespanOptions:
-    """`results`: the folder for the figures; empty to save none."""
+    """The options of the benchmark. `results` is the folder for the figures; if it is empty, none are saved."""
 
     results: str = RESULTS
 
 
 class Launch(NamedTuple):
-    """The items of a launch: `blocks` for each of `heads` heads of the table (heads of all batches counted).
+    """The items of a launch: one for each of `blocks` and each of `heads` heads, counted over all batches.
 
-    Each head reads `head_bytes` block by block; `sharing` heads read the same bytes.
+    Each head reads `head_bytes` bytes block by block, and `sharing` heads read the same bytes.
     """
 
     blocks: Blocks
@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
 
 def work_of(blocks: Blocks) -> Ints:
-    """Return the work of each block for one head of the table: visited blocks of rows times its query heads."""
+    """Return the work of each block for one head of the table: the visited blocks of rows times query heads."""
     entries = blocks.entries.astype(np.int64)
     visited = entries[:, EntryColumn.END_VISIBLE] - entries[:, EntryColumn.FIRST_VISIBLE]
     sums = np.concatenate(([0], np.cumsum(visited * entries[:, EntryColumn.Q_HEADS])))
@@ -67,7 +67,7 @@ def work_of(blocks: Blocks) -> Ints:
 
 
 def order(block_count: int, heads: int, section: int) -> Ints:
-    """Return an (items, 2) array: block and head of each item, in the order of `attention_tiles.item_of`."""
+    """Return the block and head of each item, as an (items, 2) array in the order of `attention_tiles.item_of`."""
     return np.array(
         [
             (block, head)
@@ -79,7 +79,7 @@ def order(block_count: int, heads: int, section: int) -> Ints:
 
 
 def items_of(launch: Launch, section: int) -> Ints:
-    """Return the work of each item, in grid order; 0 for a head that the block does not have."""
+    """Return the work of each item, in grid order. It is 0 for a head that the block does not have."""
     block_and_head = order(len(launch.blocks.blocks), launch.heads, section)
     slot = block_and_head[:, 1] % max(launch.blocks.slots, 1)
     return work_of(launch.blocks)[block_and_head[:, 0]] * (slot < launch.blocks.blocks[block_and_head[:, 0], 4])
@@ -99,9 +99,10 @@ def strided(items: Ints, programs: int) -> int:
 
 
 def least(items: Ints, programs: int) -> float:
-    """Return a lower bound of every order: an equal share, or the work of n + 1 items that one program must run.
+    """Return a lower bound of the makespan for every order of the items.
 
-    Of the longest n * programs + 1 items, some program runs at least n + 1: at best the shortest n + 1 of them.
+    It is an equal share of the work, or more. Of the longest n * programs + 1 items, some program must run at least
+    n + 1, so the makespan is at least the work of the shortest n + 1 of these items.
     """
     longest = -np.sort(-items)
     sums = np.concatenate(([0], np.cumsum(longest)))
@@ -110,15 +111,16 @@ def least(items: Ints, programs: int) -> float:
 
 
 def ratio(items: Ints, programs: int) -> float:
-    """Return the makespan over the ideal."""
+    """Return the ratio of makespan and ideal."""
     return makespan(items, programs) * programs / float(items.sum())
 
 
 def step_of(name: str, tokens: int, side: str = "query", kv_heads: int = HEADS, batch: int = 1) -> Launch:
-    """Return the launch of a causal step with `tokens` rows per rank; blocks of 128 rows attend to blocks of 128.
+    """Return the launch of a causal step with `tokens` rows per rank.
 
-    `name`: "causal", "window" or "documents" on one rank; "LAYOUT OWNER" for rank 1 of four and the keys of OWNER.
-    `side`: query blocks, or the key blocks of dK and dV, which read 64 queries at a time.
+    `name` is "causal", "window" or "documents" for a step on one rank, or "LAYOUT OWNER" for the step in which rank 1
+    of four attends to the keys of rank OWNER. If `side` is "query", blocks of 128 query rows read 128 keys at a time.
+    Otherwise the launch is that of dK and dV, whose blocks of 128 key rows read 64 queries at a time.
     """
     layout, _, owner = name.partition(" ")
     ranks = RANKS if owner else 1
@@ -133,7 +135,7 @@ def step_of(name: str, tokens: int, side: str = "query", kv_heads: int = HEADS, 
     problem = Problem(token_layout, token_layout, mask, batch, HEADS, kv_heads, DIM, DIM, "bfloat16")
     tables = tiles_of(problem, 1 % ranks).items()
     tiles = [tile for (owner_, _), table in tables if owner_ == int(owner or 0) for tile in table]
-    # K and V, or q and dout, of one head in half precision.
+    # The bytes of K and V, or of q and dout, of one head in half precision.
     head_operand_bytes = tokens * 2 * DIM * 2
     if side == "query":
         blocks, head_bytes, sharing = query_blocks(tiles, 128, 128), head_operand_bytes, problem.group
@@ -143,7 +145,7 @@ def step_of(name: str, tokens: int, side: str = "query", kv_heads: int = HEADS, 
 
 
 def figures(launch: Launch, gpu: Gpu) -> dict[str, float]:
-    """Return makespans of a launch over the ideal: ours, the lower bound, and those of other orders."""
+    """Return the ratios of makespan and ideal of a launch, for our order, the lower bound, and other orders."""
     programs, ours, by_head = gpu.multiprocessors, items_of(launch, launch.section(gpu)), items_of(launch, 1)
     ideal = float(ours.sum()) / programs
     makespans = {
@@ -157,7 +159,7 @@ def figures(launch: Launch, gpu: Gpu) -> dict[str, float]:
 
 
 def all_steps() -> dict[str, dict[str, float]]:
-    """Return the figures of all steps, by "step, tokens, side, multiprocessors"."""
+    """Return the figures of all steps. The keys are texts "step, tokens, side, multiprocessors"."""
     return {
         f"{name}, {tokens}, {side}, {gpu.multiprocessors}": figures(launch, gpu)
         for name, tokens in STEPS

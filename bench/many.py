@@ -1,6 +1,6 @@
-"""The transport on 2 to 8 GPUs: hops, overlap, a full ring against one GPU, with FSDP2, opening and closing, aborts.
+"""The transport on 2 to 8 GPUs: hops, overlap, a full ring compared with one GPU, FSDP2, opening, closing and aborts.
 
-`python -m ringattn.bench.many [part=hops|overlap|ring|life|report] [key=value ...]`; `make gpu-check-many` runs all
+Run `python -m ringattn.bench.many [part=hops|overlap|ring|life|report] [key=value ...]`; `make gpu-check-many` runs all
 parts. A part saves `many_<part>.json` and `.md` after every figure; `report` combines the saved parts into one page.
 Guarantees: a case that fails, hangs or breaks its CUDA context loses only its own figures, and its record says why. A
 case is timed only after its result was right (`ringattn.bench.many_ranks`). With transports=gloo the same runs use the
@@ -36,10 +36,12 @@ LAST_CHARACTERS = 300
 
 @dataclass(frozen=True)
 class ManyOptions:
-    """`ranks`: 0 for all GPUs. `margins`: `sm_margin`, the thread blocks of an exchange; `cgas`: those per cluster.
+    """The options of the benchmark.
 
-    `bytes`: of a hop; `rows`: of a rank in a step; `tokens`: of a pass; `count`: repetitions. `limit_s`: for one case,
-    including the start of its processes; `budget_s`: for the part.
+    `ranks` is 0 for all GPUs. `margins` are values of `sm_margin`, the thread blocks of an exchange, and `cgas` the
+    numbers of thread blocks per cluster. `bytes` are the sizes of a hop, `rows` is the number of a rank's rows in a
+    step, `tokens` are the lengths of a pass, and `count` is the number of repetitions. `limit_s` limits one case,
+    including the start of its processes, and `budget_s` limits the part.
     """
 
     part: str = "hops"
@@ -63,7 +65,10 @@ class ManyOptions:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure a part, or write the page of all. Raises `InputError` for an unknown part, or fewer than two ranks."""
+    """Measure a part, or write the page of all parts.
+
+    Raises `InputError` for an unknown part, or if there are fewer than two ranks.
+    """
     options = parse(ManyOptions(), arguments)
     if options.part == "report":
         page(options, PARTS)
@@ -119,15 +124,16 @@ def cases_of(options: ManyOptions) -> Iterator[Case]:
 
 
 class _Over(Exception):
-    """The processes of a job must end: a case has failed, or has exceeded its time."""
+    """The signal that the processes of a job must end, because a case has failed or has exceeded its time."""
 
 
 def measure(
     cases: Sequence[Case], ranks: int, options: ManyOptions, record: Callable[[Case, dict[str, Any]], None]
 ) -> None:
-    """Call `record(case, answer)` as soon as a case has an answer; one without figures has `failed`, which says why.
+    """Run all cases, and call `record(case, answer)` as soon as a case has an answer.
 
-    Processes run one case after another; after a failed case, new processes start.
+    An answer without figures has the key `failed` with the reason. The same processes run one case after another; after
+    a failed case, new processes are started.
     """
     budget, remaining = Budget(options.budget_s), list(cases)
     while remaining:
@@ -148,7 +154,11 @@ def _run(
     job: Path, remaining: list[Case], ranks: int, options: ManyOptions, budget: Budget,
     record: Callable[[Case, dict[str, Any]], None],
 ) -> tuple[int, str]:  # fmt: skip
-    """Run cases in new processes. Return how many have answered, and why the next has not, if it was started."""
+    """Run the remaining cases in new processes.
+
+    Return the number of cases that have an answer, and the reason why the next case has none; the reason is empty if
+    all have one or the last answer was a failure.
+    """
     job.write_text(json.dumps(remaining), encoding="utf-8")
     done, reason = 0, ""
     limit_at_s = time.monotonic() + budget.limit(options.limit_s)
@@ -183,10 +193,7 @@ def _run(
 
 
 def _answer(folder: Path, number: int, ranks: int) -> dict[str, Any] | None:
-    """Return the answer to a case; None until all ranks have answered or one has failed.
-
-    A case that one rank refuses, every rank refuses.
-    """
+    """Return the answer to a case, or None until all ranks have answered or one has failed."""
     files = [folder / f"answer-{number}-{rank}.json" for rank in range(ranks)]
     answers = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     failed = next((answer for answer in answers if "failed" in answer), None)
@@ -220,9 +227,9 @@ def tables(part: str, data: dict[str, Any]) -> list[Table]:
 
 
 def page(options: Any, parts: Sequence[str]) -> None:
-    """Write `many.md` and `many.json`: all parts that have files, and which have none.
+    """Write `many.md` and `many.json` with all parts that were measured, and a note about the others.
 
-    Raises `InputError` without any.
+    Raises `InputError` if no part was measured.
     """
     shown, data, missing = [], {}, []
     for part in parts:
@@ -244,7 +251,10 @@ def page(options: Any, parts: Sequence[str]) -> None:
 
 
 def _faults(folder: Path) -> Table | None:
-    """Return the table of faults and aborts that the tests between processes have saved (`tests/gpu/kept.py`)."""
+    """Return a table of the times of faults and aborts that the tests of several processes have saved, or None.
+
+    `tests/gpu/kept.py` writes their files.
+    """
     rows: list[Sequence[str]] = []
     for transport in ("nccl", "peer"):
         file = folder / f"{transport}_processes.json"

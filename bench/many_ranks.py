@@ -1,9 +1,9 @@
-"""The ranks of `ringattn.bench.many`: they run one case after another, each on a new ring, under torchrun.
+"""The ranks of `ringattn.bench.many`. Under torchrun they run one case after another, each on a new ring.
 
-A case is a dictionary: `kind` names a function here, and the other keys are its arguments. Guarantees: the received
-bytes are checked before a hop is timed, and attention is compared with torch's own before a pass is timed; ranks begin
-together, and a figure is that of the slowest rank; a case that fails ends the process, because its rings and device may
-be broken.
+A case is a dictionary: `kind` names a function of this module, which gets the dictionary. Guarantees: the received
+bytes are checked before a hop is timed, and attention is compared with that of torch before a pass is timed. Ranks
+begin together, and a figure is that of the slowest rank. A case that fails ends the process, because its rings and
+device may be broken.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_ring(case: Case) -> Ring:
 
 
 def finish(ring: Ring) -> None:
-    """Wait until exchanges and the device have finished."""
+    """Wait until all exchanges and all work of the device have finished."""
     ring.synchronize()
     if ring.device.type == "cuda":
         torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def slowest(ring: Ring, value: float) -> float:
 
 
 def timed_us(ring: Ring, work: Callable[[], Any], count: int) -> float:
-    """Return the microseconds of one `work`, averaged over `count` in a row."""
+    """Return the microseconds of one call of `work`, averaged over `count` calls in a row."""
     for _ in range(WARM):
         work()
     finish(ring)
@@ -87,7 +87,7 @@ def bind_ring_hop(ring: Ring, nbytes: int) -> Callable[[], Any]:
 
 
 def hop(case: Case) -> Any:
-    """Return microseconds and GB/s of a hop, by bytes."""
+    """Return the microseconds and GB/s of a hop, by its bytes."""
     figures = {}
     with open_ring(case) as ring:
         for nbytes in case["bytes"]:
@@ -110,7 +110,7 @@ def inputs(ring: Ring, case: Case, rows: int) -> list[Tensor]:
 
 
 def step_of(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
-    """Return a call that attends from all queries to all keys, as one step of a pass does."""
+    """Return a function that computes attention of all queries to all keys, as one step of a pass does."""
     rows = TokenRange(StridedRange(0, q.shape[1]), StridedRange(0, q.shape[1]))
     tile = Tile(rows, rows, FULL, StridedRange(0, q.shape[2]))
     softmax = Softmax(q.shape[3] ** -0.5, q.shape[2] // k.shape[2])
@@ -124,7 +124,10 @@ def step_of(engine: Engine, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any
 
 
 def overlap(case: Case) -> Any:
-    """Time a step's attention, a hop of the same K and V, and both at once; `hidden`: hidden share of the shorter."""
+    """Time a step's attention, a hop with the same bytes of K and V, and both at the same time.
+
+    `hidden` is the time saved by doing both at the same time, as a share of the shorter of the two.
+    """
     with open_ring(case) as ring:
         q, k, v = inputs(ring, case, case["rows"])
         engine = ring.engine_for(q.device, q.dtype, q.shape[3], v.shape[3], None)
@@ -143,7 +146,10 @@ def overlap(case: Case) -> Any:
 
 
 def ring(case: Case) -> Any:
-    """Time a causal pass, forward and backward, and torch's own on one device; `efficiency` counts all ranks."""
+    """Time a causal pass, forward and backward, and the same pass of torch's attention on one device.
+
+    `efficiency` is the speed-up divided by the number of ranks.
+    """
     with open_ring(case) as ring:
         seq = ring.sequence(case["tokens"], layout="zigzag")
         whole = inputs(ring, case, case["tokens"])
@@ -202,7 +208,7 @@ def fsdp(case: Case) -> Any:
 
 
 def life(case: Case) -> Any:
-    """Open and close rings with a hop in between; return milliseconds of both, and lost device bytes."""
+    """Open and close rings with a hop in between. Return the median milliseconds of both, and lost device bytes."""
     open_ms, close_ms, free = [], [], []
     for _ in range(case["cycles"]):
         start = time.perf_counter()
@@ -215,15 +221,15 @@ def life(case: Case) -> Any:
         ring.close()
         close_ms.append((time.perf_counter() - start) * 1e3)
         free.append(torch.cuda.mem_get_info()[0] if cuda else 0)
-    # What libraries allocate permanently exists since the second opening.
+    # Compare with the second opening, after which libraries have made their permanent allocations.
     lost = free[min(1, len(free) - 1)] - free[-1]
     return {"cycles": len(free), "open_ms": median(open_ms), "close_ms": median(close_ms), "lost_bytes": lost}
 
 
 def abort(case: Case) -> Any:
-    """Let rank 0 wait for a message that is never sent, then abort.
+    """Let rank 0 start an exchange that no other rank joins, and then abort.
 
-    Return the seconds of the abort, and until its device is free.
+    Return the seconds of the abort, and the seconds until the device of rank 0 is free.
     """
     ring = open_ring(case)
     if ring.rank:
@@ -247,7 +253,7 @@ def abort(case: Case) -> Any:
 
 
 def main(job: Path) -> None:
-    """Run one rank: the cases of the job in order, with an answer for each; stop after the first that fails."""
+    """Run one rank: run the cases of the job in order and write an answer for each. Stop after a failed case."""
     rank, folder = os.environ["RANK"], job.parent
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # for FSDP2 next to a ring; NCCL reads it once
     if torch.cuda.is_available():

@@ -1,9 +1,10 @@
-"""What a full ring loses to the SMs that it leaves free for exchanges, computed from its plans: nothing runs.
+"""The time that a full ring loses by leaving SMs free for exchanges, simulated from its plans without running them.
 
-`python -m ringattn.bench.margin [key=value ...]`. Forward and backward of one attention call, simulated on a cluster of
-GPUs: with margins of SMs, each compared with the same ring whose messages need no SM; and without a margin when an
-exchange finds no free SM before the kernels of its step have ended, which is the worst case of leaving none.
-The gate: a margin makes no pass faster, nor slower than its share of the SMs; no overlap costs at most all hops.
+Run `python -m ringattn.bench.margin [key=value ...]`. One attention call, forward and backward, is simulated on a
+cluster of GPUs. With margins of SMs, each time is compared with the same ring whose messages need no SM. Without a
+margin, the worst case is simulated: an exchange finds no free SM before the kernels of its step have ended.
+The gate: a margin makes no pass faster, and makes it slower by at most its share of the SMs. Without overlap, a pass
+takes at most the time of all hops longer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from ringattn.schedule.routes import ROUTES
 
 @dataclass(frozen=True)
 class MarginOptions:
-    """One call on `ranks` GPUs of one machine in bfloat16: causal in the zigzag layout, or full attention."""
+    """The options of the benchmark: one bfloat16 call on `ranks` GPUs of one machine.
+
+    The mask is causal, in the zigzag layout, or full.
+    """
 
     clusters: tuple[str, ...] = ("h100", "b200")
     ranks: int = 8
@@ -43,9 +47,9 @@ class MarginOptions:
 
 
 class Row(NamedTuple):
-    """Milliseconds of a call: without a margin, by margin, without overlap.
+    """The milliseconds of a call: `free_ms` without a margin, `margins_ms` by margin, `serial_ms` without overlap.
 
-    `hidden`: share of hops hidden by compute.
+    `hidden` is the share of the messages' time that compute hides.
     """
 
     cluster: str
@@ -84,9 +88,9 @@ def main(arguments: Sequence[str] = ()) -> None:
 def row_of(options: MarginOptions, name: str, mask: str, tokens: int) -> Row:
     """Return the row of a call on the cluster `name`.
 
-    Raises `GateError`, and `InputError` for a cluster without SMs.
+    Raises `GateError` for impossible times, and `InputError` for a cluster without SMs.
     """
-    # A margin is compared with messages that copy engines carry.
+    # The baseline of all margins is a cluster whose messages are moved by copy engines, without SMs.
     cluster, passes = cluster_named(name).by_copy_engines(), plans_of(options, mask, tokens)
 
     def total_ms(machine: Cluster, overlap: bool = True) -> float:

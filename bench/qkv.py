@@ -35,10 +35,12 @@ PARTS = ("q", "the message", "dx", "dweight", "dq_norm", "dk_norm")
 
 @dataclass(frozen=True)
 class QkvOptions:
-    """`tokens`: projected at once, one batch row; `models`: elements of a token, and of all its query heads together.
+    """The options of the benchmark.
 
-    There is one key and value head per four query heads. `ms`: how long each timing repeats; `limit_s`: for one figure
-    or gate, including compilation; `budget_s`: for all; `results`: a folder.
+    `tokens` tokens of one batch row are projected at once. `models` are widths of a token, which are also the widths of
+    all its query heads together. There is one key and value head per four query heads. Each timing is repeated for `ms`
+    milliseconds. `limit_s` limits one figure or gate, including compilation, and `budget_s` limits the whole run.
+    `results` is the folder of the results.
     """
 
     tokens: int = 8192
@@ -52,11 +54,11 @@ class QkvOptions:
 
 
 class Inputs(NamedTuple):
-    """Inputs of one projection.
+    """The inputs of one projection.
 
-    `x`: (1, tokens, model); `weight`: (columns, model), q first; norm weights: (head_dim,). `turn`: float32; float64
-    for a reference. `message`: (tokens, 1, kv_heads, 2 * head_dim), K then V. `dq`, `dmessage`: gradients of q (1,
-    tokens, heads, head_dim) and of the message.
+    `x` is (1, tokens, model). `weight` is (columns, model), with the rows of q first. The norm weights are (head_dim,).
+    `turn` is the rotation, in float32 or, for a reference, float64. `message` is (tokens, 1, kv_heads, 2 * head_dim): K
+    and then V. `dq` is the gradient of q, (1, tokens, heads, head_dim), and `dmessage` that of the message.
     """
 
     x: Tensor
@@ -70,12 +72,12 @@ class Inputs(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """Return the number of elements of one head."""
         return self.q_norm.shape[0]
 
     @property
     def cut(self) -> int:
-        """Rows of the weight that produce queries."""
+        """Return the number of rows of the weight that produce queries."""
         return self.dq.shape[2] * self.head_dim
 
     def halves(self, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +112,7 @@ def make_inputs(options: QkvOptions, model: int, tokens: int) -> Inputs:
 
 
 def ours(backend: Backend) -> Forward:
-    """Return the library's projection: keys and values first, directly into the message."""
+    """Return our projection, which first writes keys and values directly into the message."""
 
     def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         x, weight, q_norm, k_norm, turn, message, *_ = inputs
@@ -125,7 +127,7 @@ def ours(backend: Backend) -> Forward:
 
 
 def eager(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the projection as a model in plain torch does."""
+    """Compute the projection in the way a model in plain torch does."""
     dim, kv_rows = inputs.head_dim, (inputs.weight.shape[0] - inputs.cut) // 2
     raw = F.linear(inputs.x, inputs.weight).split((inputs.cut, kv_rows, kv_rows), -1)
     q, k, v = (heads.unflatten(-1, (-1, dim)) for heads in raw)
@@ -153,7 +155,7 @@ def gradients(inputs: Inputs, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[T
 
 
 def fault(options: QkvOptions, model: int, name: str) -> str | None:
-    """Return what is wrong with an implementation, or None."""
+    """Return a text about the first wrong result of an implementation, or None if all are right."""
     inputs = make_inputs(options, model, min(options.tokens, GATE_TOKENS))
     wide = inputs._replace(
         **{name: getattr(inputs, name).detach().double().requires_grad_() for name in Inputs._fields[:4]},
@@ -186,7 +188,7 @@ def _error(x: Tensor, reference: Tensor) -> float:
 
 
 def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
-    """Return the microseconds of one implementation."""
+    """Return the microseconds of one implementation, forward and backward."""
     inputs, forward = make_inputs(options, model, options.tokens), BASELINES[name]
     outputs = forward(inputs)
     return {
@@ -200,7 +202,7 @@ def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
 
 
 def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
-    """Return the table for readers."""
+    """Return the table of all figures."""
     table = Table(
         "microseconds, and eager's time over it", ["model", "columns", "backend", "forward", "", "backward", ""]
     )
@@ -215,7 +217,7 @@ def shown(rows: list[dict[str, Any]], refused: dict[str, str]) -> Table:
 
 
 def main(arguments: list[str]) -> None:
-    """Gate, time, save, print."""
+    """Check and time all implementations, save the results and print the table."""
     options = parse(QkvOptions(), arguments)
     budget = Budget(options.budget_s)
     rows: list[dict[str, Any]] = []

@@ -1,9 +1,9 @@
-"""Machine code as nvdisasm prints it: its loops, and the work of the instructions in a pass through a loop.
+"""Machine code as nvdisasm prints it: its loops, and the instructions of one pass through a loop.
 
-Guarantees: a loop is a natural loop of the control flow graph, whatever the order of the code: waits after the last
-EXIT and the parts of a warp-specialised kernel are assigned to the right loop. For a loop with branches,
-`product_loops` returns the shortest and the longest way through it with the most matrix products: for example without
-and with the mask.
+Guarantees: a loop is a natural loop of the control flow graph, whatever the order of the code. Waits after the last
+EXIT and the parts of a warp-specialised kernel are therefore assigned to the right loop. For a loop with branches,
+`product_loops` considers the paths with the most matrix products, and returns the shortest and the longest of them, for
+example the paths without and with the mask.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),")
 
 
 class Instruction(NamedTuple):
-    """One instruction. `high`: the upper 64 bits of its encoding, 0 if they were not printed."""
+    """One instruction. `high` is the upper 64 bits of its encoding, or 0 if they were not printed."""
 
     opcode: str
     operands: str
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """One of CLASSES."""
+        """Return the class of the instruction, one of CLASSES."""
         name = self.opcode.split(".")[0]
         if name == "IMAD" and self.opcode.startswith("IMAD.MOV"):
             return "other"
@@ -64,12 +64,15 @@ class Instruction(NamedTuple):
 
     @property
     def spills(self) -> bool:
-        """Whether it moves a register to or from thread-local memory."""
+        """Return whether the instruction moves a register to or from thread-local memory."""
         return self.opcode.split(".")[0] in ("LDL", "STL")
 
 
 class Loop(NamedTuple):
-    """An innermost loop over matrix products: the shortest and the longest pass, and all instructions of its blocks."""
+    """An innermost loop over matrix products.
+
+    `least` and `most` are the instructions of its shortest and longest pass, and `body` those of all its blocks.
+    """
 
     least: tuple[Instruction, ...]
     most: tuple[Instruction, ...]
@@ -98,9 +101,9 @@ def instructions(listing: str) -> list[Instruction]:
 
 
 def product_loops(listing: str) -> list[Loop]:
-    """Return the loops that multiply matrices and contain no other such loop, ordered by their heads.
+    """Return the loops that multiply matrices and contain no other such loop, ordered by their first blocks.
 
-    For a kernel without matrix units, return the loops that multiply and add.
+    For a kernel that uses no matrix units, return the loops with FFMA instructions.
     """
     blocks = _blocks(listing)
     above = _dominators(blocks)
@@ -124,7 +127,7 @@ def product_loops(listing: str) -> list[Loop]:
 
 
 def count_by_class(counted_instructions: Iterable[Instruction]) -> dict[str, int]:
-    """Count the instructions of each class, and all of them."""
+    """Return the number of instructions in total (`all`) and of each class."""
     kinds = Counter(instruction.kind for instruction in counted_instructions)
     return {"all": kinds.total(), **{name: kinds[name] for name in CLASSES}}
 
@@ -173,7 +176,7 @@ def _dominators(blocks: Sequence[_Block]) -> list[set[int]]:
         block.instructions and block.instructions[-1].opcode.startswith("BRX") and not block.after for block in blocks
     )
     entries, reached = set[int](), set[int]()
-    # A jump through an unlisted table may go to any block that nothing else leads to.
+    # A jump through a table that is not listed may go to any block that cannot be reached otherwise.
     for start in range(len(blocks) if blind else 1):
         if start not in reached:
             entries.add(start)
@@ -201,7 +204,7 @@ def _dominators(blocks: Sequence[_Block]) -> list[set[int]]:
 
 
 def _reaching(blocks: Sequence[_Block], above: Sequence[set[int]], last: int, head: int) -> set[int]:
-    """Return the blocks from which `last` is reachable without passing the head, including `last`."""
+    """Return the blocks of a loop: `head`, `last`, and all from which `last` can be reached without passing `head`."""
     reaching, pending = {head, last}, [last]
     before: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):
@@ -226,7 +229,10 @@ def _loop(
     blocks: Sequence[_Block], products: Sequence[int], head: int, body: set[int], above: Sequence[set[int]],
     waits: set[int],
 ) -> Loop:  # fmt: skip
-    """Return the loop with its two ways from the head back to it. A wait is assumed to succeed immediately."""
+    """Return the loop with its shortest and longest path from the head back to the head.
+
+    A loop that waits is assumed to succeed immediately, so paths do not enter it.
+    """
     usable = body - waits if head not in waits else body
     ways: dict[int, dict[int, tuple[tuple[int, int], list[int]]]] = {}
 

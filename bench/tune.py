@@ -1,12 +1,13 @@
-"""Finds the fastest block sizes of the attention kernels on this GPU, and writes them into the table.
+"""Find the fastest block sizes of the attention kernels on this GPU, and write them into the table.
 
-`python -m ringattn.bench.tune [key=value ...]`: the most promising candidates of every kernel are compiled by many
+Run `python -m ringattn.bench.tune [key=value ...]`. The most promising candidates of every kernel are compiled by many
 processes at once and then timed one by one, for half precision and the selected head dimensions and forms. `write=true`
 writes the winners into kernels/configs.json, which the compile gate must then verify again
 (`python -m tests.kernels.compile_gate.compiling renew`).
 Guarantees: only times decide, and no candidate wins that does not fit or that fails the gate of the kernel benchmark.
-Each candidate is saved once it is timed, and the same command resumes there while kernels, device and sizes are the
-same; a candidate that hangs or breaks its CUDA context loses only its own figures. The library itself tunes nothing.
+Each candidate is saved once it is timed. The same command then resumes after it, as long as kernels, device and sizes
+are the same. A candidate that hangs or breaks its CUDA context loses only its own figures. The library itself tunes
+nothing.
 Not covered: float32 (its products run without matrix units), several GPUs.
 """
 
@@ -37,13 +38,13 @@ from ringattn.kernels.launch import Config
 
 
 def with_config(case: Case, config: Config) -> TritonEngine:
-    """Return an engine that uses `config` for the kernel of the case, and the table's entries for the others."""
+    """Return an engine that uses `config` for the kernel of the case, and the table's entries for other kernels."""
     configs: Configs = configs_for(architecture(torch.device(DEVICE)), torch.bfloat16, case.dim, case.form)
     return TritonEngine(configs._replace(**{case.kernel: config}), deterministic=case.kernel != "grad_fused")
 
 
 def run(case: Case, config: Config, options: TuneOptions, timed: bool) -> Timed:
-    """Compile the call and, if `timed`, time it."""
+    """Compile the kernel of the case with `config` and, if `timed`, time it. Return the figures or the error."""
     try:
         inputs = make_inputs(options.batch, options.tokens, options.heads, case.dim, options.dtype)
         q, k, v, dout = (x.transpose(0, 1) for x in inputs)
@@ -83,7 +84,8 @@ def tune(case: Case, remaining: list[Config], results: Results, budget: Budget, 
     """Compile, time and check the candidates of one case. Raises JobFailed when the budget is spent."""
     options = results.options
     if options.workers:
-        # Use the timed sizes: a kernel is recompiled for counts of blocks and batches of another divisibility.
+        # Compile with the timed sizes, because Triton compiles a kernel again if the divisibility of its counts
+        # differs.
         jobs = [(case, config, options, False) for config in remaining]
         for index, compiled in run_all(run, jobs, options.workers, options.limit_s, budget):
             budget.limit(1.0)  # a candidate that ran out of the budget has not failed
@@ -117,7 +119,7 @@ def tune(case: Case, remaining: list[Config], results: Results, budget: Budget, 
 
 
 def main(arguments: list[str]) -> None:
-    """Tune, save, print, and write the table if `write` is set."""
+    """Tune the kernels, save and print the results, and write the winners into the table if `write` is set."""
     options = parse(TuneOptions(), arguments)
     budget = Budget(options.budget_s)
     with progress("tune") as say:
@@ -139,14 +141,16 @@ def main(arguments: list[str]) -> None:
     results.keep(finish)
 
 
-# --- what was tried ---------------------------------------------------------------------------------------------------
+# --- the results ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """`tokens`, `heads`, `batch`: of the timed call; `workers`: compiling processes; `limit`: candidates per kernel.
+    """The options of the benchmark.
 
-    `limit_s`: for compiling one candidate, and for timing one; `budget_s`: for all.
+    `tokens`, `heads` and `batch` are the sizes of the timed call. `workers` processes compile, and `limit` is the
+    number of candidates per kernel. `limit_s` limits the compilation and the timing of one candidate, and `budget_s`
+    limits the whole run.
     """
 
     dims: tuple[int, ...] = (128, 64)
@@ -166,7 +170,7 @@ class TuneOptions:
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The sizes of the timed call. Times of other sizes cannot be reused."""
+        """Return the sizes of the timed call. Saved times of other sizes cannot be reused."""
         return self.tokens, self.heads, self.batch, self.dtype, self.ms
 
 
@@ -179,9 +183,11 @@ class Case(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A candidate: microseconds of the full and of the causal call, or why it has none.
+    """A candidate that was tried.
 
-    `spills`: of the kernel that is tuned; they reject no candidate. `right`: it has passed the gate.
+    `us` has the microseconds of the full and of the causal call; if it is empty, `failed` is the reason. `spills` is
+    the number of register spills of the tuned kernel, which reject no candidate. `right` says whether the candidate has
+    passed the gate.
     """
 
     config: Config
@@ -192,12 +198,12 @@ class Timed(NamedTuple):
 
     @property
     def total_us(self) -> float:
-        """The time by which candidates are compared; infinite for one that failed."""
+        """Return the time by which candidates are compared; infinite for a candidate that failed."""
         return sum(self.us) if self.us else float("inf")
 
 
 def cases(options: TuneOptions) -> Iterator[Case]:
-    """Yield the selected entries that exist."""
+    """Yield the cases that the options select and for which the table has an entry."""
     for form in options.forms:
         for dim in options.dims:
             try:
@@ -208,23 +214,23 @@ def cases(options: TuneOptions) -> Iterator[Case]:
 
 
 def candidates(case: Case, limit: int) -> list[Config]:
-    """Return the candidates: the table's own entry first, then the most promising."""
+    """Return at most `limit` candidates: the table's present entry first, then the most promising."""
     table_entry = entry(case)
     return [table_entry, *(config for config in promising(*case) if config != table_entry)][:limit]
 
 
 def entry(case: Case) -> Config:
-    """Return the table's entry."""
+    """Return the table's present entry of the case."""
     configs = configs_for(architecture(torch.device(DEVICE)), torch.bfloat16, case.dim, case.form)
     config: Config = getattr(configs, case.kernel)
     return config
 
 
 class Results:
-    """The candidates tried so far, by case, in the order of the trials."""
+    """The candidates tried so far, by case, in the order in which they were tried."""
 
     def __init__(self, options: TuneOptions) -> None:
-        """Load the saved results if they are of the same device, sizes and kernels."""
+        """Load the saved results if they were measured on the same device with the same sizes and kernels."""
         self.options = options
         self.rows: dict[Case, list[Timed]] = {}
         self.facts = device_facts() | {"kernels": sources(), "sizes": list(options.sizes)}
@@ -256,7 +262,7 @@ class Results:
         return min((row for row in self.rows.get(case, ()) if row.right), key=lambda row: row.total_us, default=None)
 
     def keep(self, write: Callable[..., None] = keep) -> None:
-        """Save the results with `write`: to files only, or to the screen as well."""
+        """Save the results with `write`: `report.keep` writes only files, and `report.finish` also prints them."""
         table = Table("block sizes", ["kernel", "dim", "form", "tried", "best", "full us", "causal us", "before", "us"])
         for case, rows in self.rows.items():
             best, table_entry = self.best(case), entry(case)
@@ -271,12 +277,12 @@ class Results:
 
 
 def format_config(config: Config) -> str:
-    """Format rows, warps and stages."""
+    """Return a text with the rows, warps and stages of a config."""
     return "x".join(map(str, config[:4]))
 
 
 def sources() -> str:
-    """Return a digest of the attention kernels. Times of other kernels are not reused."""
+    """Return a digest of the source of the attention kernels. Saved times of other sources are not reused."""
     files = sorted(Path(configs_module.__file__).parent.glob("attention_*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -289,7 +295,7 @@ REGISTERS, SHARED_BYTES = 208, 232_448
 
 
 def promising(kernel: str, dim: int, form: str) -> list[Config]:
-    """Return all candidates, the most promising first."""
+    """Return all candidates, sorted by their estimated cost."""
     configs = [
         Config(m, n, warps, stages, form)
         for m in (32, 64, 128)
@@ -302,7 +308,7 @@ def promising(kernel: str, dim: int, form: str) -> list[Config]:
 
 
 def cost(kernel: str, dim: int, config: Config) -> float:
-    """Estimate the time of one pair in arbitrary units; less is better."""
+    """Return the estimated time of one (query, key) pair, in arbitrary units."""
     held_rows, streamed_rows, warps, stages = *config[:2], *config[2:4]
     if kernel in ("grad_kv", "grad_fused"):
         held_rows, streamed_rows = streamed_rows, held_rows
