@@ -1,1 +1,1 @@
-"""Benchmarks; none prints a number before its correctness gate is green."""
+"""Benchmarks. Each checks that results are correct before it prints a number."""

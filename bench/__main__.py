@@ -15,8 +15,9 @@ NAMES = (
 
 
 def main(arguments: list[str]) -> None:
-    """Run the benchmark named by the first argument, with the other arguments as its options; without arguments run
-    all.
+    """Run the benchmark that the first argument names, with the other arguments as its options.
+
+    Without arguments, run all benchmarks.
     """
     if not arguments:
         for name in NAMES:

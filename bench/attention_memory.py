@@ -1,8 +1,8 @@
-"""The attention pass of one rank: memory predicted from its plans next to memory measured, for random configurations.
+"""The memory of one rank's attention pass: predicted from its plans and measured, for random configurations.
 
-`python -m ringattn.bench.attention_memory` measures, forward and backward: the storages of the rank's thread, with the
-scratch memory of the kernels (`ringattn.bench.storage_meter`); the high-water mark of the pool, next to the size that
-the plan reserves; and the growth of the resident size of the process, which includes pages of Python and of the
+`python -m ringattn.bench.attention_memory` measures forward and backward: the storages of the rank's thread, with the
+scratch memory of the kernels (`ringattn.bench.storage_meter`); the high-water mark of the pool, compared with the size
+that the plan reserves; and the growth of the resident size of the process, which includes pages of Python and of the
 allocator.
 """
 
@@ -39,7 +39,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class AttentionMemoryOptions:
-    """`configurations`: how many are drawn from `seed`."""
+    """The options of the benchmark. `configurations` is the number of configurations drawn from `seed`."""
 
     configurations: int = 20
     seed: int = 6
@@ -48,7 +48,11 @@ class AttentionMemoryOptions:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One configuration. `window`: 200 tokens to the left; `dilated`: segments of 256 and 1024, rates 1 and 4."""
+    """One configuration.
+
+    The mask `window` has 200 tokens to the left. The mask `dilated` has segments of 256 and 1024 tokens with rates 1
+    and 4.
+    """
 
     ranks: int
     length_tokens: int
@@ -72,7 +76,7 @@ class Drawn:
 
 
 def drawn(count: int, seed: int) -> list[Drawn]:
-    """Draw `count` configurations. The same seed draws the same ones."""
+    """Draw `count` configurations. They depend only on `count` and `seed`."""
     draw = random.Random(seed)
     configurations = []
     for _ in range(count):
@@ -139,25 +143,25 @@ class AttentionMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
-        """One line for each part, the largest first, in MiB."""
+        """Return a line for each part, in MiB, the largest first."""
         lines = sorted(self.parts.items(), key=lambda part: -part[1])
         return "\n".join(f"{nbytes / 2**20:10.3f} MiB  {name}" for name, nbytes in lines if nbytes)
 
 
 def slots_bytes(plan: Plan) -> int:
-    """Return the bytes of the pool for this plan only: its arena, and the padding that aligns its start."""
+    """Return the bytes that the pool needs for this plan: its arena, and the padding that aligns its start."""
     return plan.arena_bytes + ALIGNMENT_BYTES if plan.arena_bytes else 0
 
 
 def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
     """Return the peak of `ringattn.attention.AttentionFunction.forward`.
 
-    `workspace_bytes`: the largest workspace of any operation of the plan. `slots`: bytes of a pool that is already
-    larger.
+    `workspace_bytes` is the largest workspace of any operation of the plan. `slots` is the size of the pool if earlier
+    calls have already made it larger than this plan needs.
     """
     local = _LocalBytes(plan.problem, plan.rank)
     standing = {"out accumulator": local.out, "lse": local.lse, "slots": max(slots_bytes(plan), slots or 0)}
@@ -166,15 +170,17 @@ def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -
 
 
 def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Return the peak of `ringattn.attention.AttentionFunction.backward`, including out, lse, cached K/V and slots of
-    forward.
+    """Return the peak of `ringattn.attention.AttentionFunction.backward`.
+
+    It includes out, lse, cached K/V and staging buffers of forward. `workspace_bytes` and `slots` are as in
+    `forward_memory`.
     """
     local = _LocalBytes(backward.problem, backward.rank)
     pool = max(slots_bytes(forward), slots or 0)
     left = {"out": local.rounded(local.out) or local.out, "lse": local.lse, "kept for backward": forward.kept_bytes}
     # delta is the product of dout and out; half precision is first converted to the accumulator dtype.
     product = 3 * local.out if local.rounded(local.out) else local.out + local.lse
-    # Without accumulators of dK and dV, their results exist from the start.
+    # Without accumulators of dK and dV, the results themselves exist from the start.
     no_accumulators = backward.own_sums is OwnSums.NONE
     sums = {"dk accumulator": local.dk, "dv accumulator": local.dv}
     if no_accumulators:
@@ -202,8 +208,9 @@ class _LocalBytes:
         self.dk, self.dv = keys * problem.head_dim, keys * problem.value_dim
 
     def rounded(self, nbytes: int) -> int:
-        """Return the bytes of a copy in the input dtype; 0 if that is also the accumulator dtype, so that no copy
-        exists.
+        """Return the bytes of a copy in the input dtype of a tensor with `nbytes` bytes in the accumulator dtype.
+
+        The result is 0 if the dtypes are equal, because no copy exists then.
         """
         return 0 if self.item == self.half else nbytes * self.half // self.item
 
@@ -245,7 +252,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def weigh(options: AttentionMemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """Measure every configuration in fresh processes; return one record for each."""
+    """Measure each configuration in new processes, and return one record for each."""
     records = []
     for case in drawn(options.configurations, options.seed):
         say(f"{case.ranks} ranks: {case}")
@@ -263,11 +270,14 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     return data
 
 
-# --- scratch of kernels -----------------------------------------------------------------------------------------------
+# --- scratch memory of kernels ----------------------------------------------------------------------------------------
 
 
 def attention_scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return what torch's CPU flash kernels allocate in a call (see `ringattn.engine.aten`); 0 for other operators."""
+    """Return the bytes that torch's CPU flash kernels allocate within a call; 0 for other operators.
+
+    See `ringattn.engine.aten`.
+    """
     aten = torch.ops.aten
     if func == aten._scaled_dot_product_flash_attention_for_cpu.default:
         q, k = args[:2]

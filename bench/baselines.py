@@ -1,8 +1,8 @@
 """The implementations that the speed benchmark compares, all on torch's own CPU flash kernel.
 
-`OurRing` is this package. `OneProcess` computes the whole problem in one call on rank 0, while the other ranks sleep.
-`Independent` is the upper bound: every rank attends to its share of the heads of the whole problem and never
-communicates, so whatever it loses against a perfect split is the machine's loss, not the ring's.
+`OurRing` is this package. `one_process` computes the whole problem in one call on rank 0, while the other ranks wait.
+`independent` is the upper bound: each rank computes its share of the heads of the whole problem without any
+communication. If it is slower than a perfect split, the cause is the machine and not the ring.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OurRing:
     """Causal `Ring.attention`, named after its schedule."""
 
     def __init__(self, ring: Ring, layout: str = "zigzag", schedule: str = "ring", backward: bool = True) -> None:
-        """`backward=False`: no gradients are required, so forward caches nothing for backward."""
+        """Store the settings. With `backward=False`, gradients are not required, so forward caches nothing for them."""
         self.ring, self.layout, self.schedule = ring, layout, schedule
         self.name = f"ringattn {schedule}"
         self.heads = self.kv_heads = ALL
@@ -42,7 +42,7 @@ class OurRing:
         self._dout = self._seq.shard(inputs.dout) if self._with_backward else None
 
     def forward(self) -> Tensor:
-        """Attend, and keep the output with its autograd graph."""
+        """Compute attention and return the output, whose autograd graph is kept for `backward`."""
         q, k, v = self._qkv
         self._out = self.ring.attention(q, k, v, self._seq, causal=True, schedule=self.schedule)
         return self._out.detach()
@@ -56,10 +56,10 @@ class OurRing:
 
 
 class Flash:
-    """Some heads of the whole problem in one call of the kernel; idle if `heads` is empty."""
+    """A baseline that computes some heads of the whole problem in one call of the kernel. It is idle without heads."""
 
     def __init__(self, name: str, heads: slice, kv_heads: slice) -> None:
-        """`heads`, `kv_heads`: this rank's query and K/V heads."""
+        """Store the name, and this rank's query heads `heads` and K/V heads `kv_heads`."""
         self.name, self.heads, self.kv_heads = name, heads, kv_heads
 
     def load(self, inputs: Inputs) -> None:
@@ -72,14 +72,14 @@ class Flash:
         self._q, self._k, self._v, self._dout = (x.transpose(1, 2) for x in local)
 
     def forward(self) -> Tensor:
-        """Call the kernel once, or not at all if idle."""
+        """Call the forward kernel once, or not at all if idle. Return the output of this rank's heads."""
         if self._idle:
             return self._empty
         self._out, self._lse = flash(self._q, self._k, self._v, 0.0, True)
         return self._out.transpose(1, 2)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Call the kernel once, or not at all if idle."""
+        """Call the backward kernel once, or not at all if idle. Return the gradients of this rank's heads."""
         if self._idle:
             return self._empty, self._empty, self._empty
         grads = flash_backward(self._dout, self._q, self._k, self._v, self._out, self._lse, 0.0, True)
@@ -115,12 +115,15 @@ def _backward_op(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> t
 
 
 class TorchRing:
-    """torch's load-balanced ring on the default gloo process group. `rotate`: alltoall or allgather."""
+    """torch's load-balanced ring on the default gloo process group.
+
+    `rotate` is how torch passes K and V on: alltoall or allgather.
+    """
 
     heads = kv_heads = ALL
 
     def __init__(self, ring: Ring, rotate: str) -> None:
-        """Initialise torch's default process group if it does not exist yet."""
+        """Initialize torch's default process group if it does not exist yet."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.name = f"torch ring ({rotate})"
@@ -136,7 +139,7 @@ class TorchRing:
         self._scale = inputs.q.shape[3] ** -0.5
 
     def forward(self) -> Tensor:
-        """Call `_templated_ring_attention`."""
+        """Call torch's `_templated_ring_attention` and return the output."""
         self._configure()
         results = peer._templated_ring_attention(
             self._group, 2, _forward_op, self._q, self._k, self._v, is_causal=True, scale=self._scale
@@ -145,7 +148,7 @@ class TorchRing:
         return self._out.transpose(1, 2)
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Call `_templated_ring_attention_backward`."""
+        """Call torch's `_templated_ring_attention_backward` and return the gradients."""
         self._configure()
         grads: Any = peer._templated_ring_attention_backward(
             self._group, 2, _backward_op, self._dout, "grad_out", self._q, self._k, self._v, self._out, self._lse,

@@ -1,10 +1,10 @@
-"""Is the schedule that prediction chooses the fastest? Random calls, measured with every schedule that supports them.
+"""A test of the choice of schedules: random calls are measured with every schedule that supports them.
 
 After `ringattn calibrate`, calls on two to four ranks are drawn from a seed. All schedules of a call run in turns in
 the same processes, and each is first checked for exactness at a small size. Schedules with the same plans are measured
-once. A call is good if the schedule with the least predicted time, forward plus backward, is measured within 10 % of
-the fastest. The table also lists the schedule that `schedule="auto"` takes.
-`python -m ringattn.bench.choice`, or with `cluster=FILE` and without calibration.
+once. The choice for a call counts as good if the schedule with the least predicted time, forward plus backward, takes
+at most 10 % longer than the fastest. The table also lists the schedule that `schedule="auto"` takes.
+Run `python -m ringattn.bench.choice`, or add `cluster=FILE` to use existing constants instead of a calibration.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ FORWARD_FLOPS = 8e9, 6e10
 
 @dataclass(frozen=True)
 class ChoiceOptions:
-    """`cases`: how many calls are drawn from `seed`. `cluster`: constants; if empty they are measured first, in
-    `rounds`.
+    """The options of the benchmark.
+
+    `cases` is the number of calls that are drawn from `seed`. `cluster` names the constants of predictions; if it is
+    empty, they are measured first, in `rounds` rounds.
     """
 
     cluster: str = ""
@@ -62,10 +64,10 @@ class Case(NamedTuple):
 
 
 def drawn(cases: int, seed: int) -> list[tuple[int, Shape]]:
-    """Draw pairs of ranks and call, with varied sizes, masks, layouts and heads."""
+    """Draw calls with varied sizes, masks, layouts and heads, each with its number of ranks."""
     random, calls = Random(seed), list[tuple[int, Shape]]()
     while len(calls) < cases:
-        # Masks and ranks alternate, so that even a few calls cover every kind of mask and every number of ranks.
+        # Masks and numbers of ranks alternate, so that even a few calls cover all of them.
         mask = ("causal", "full", "documents", "window")[len(calls) % 4]
         ranks = 2 + len(calls) % 3
         tokens = random.choice((2048, 3072, 4096, 6144, 8192))
@@ -89,7 +91,7 @@ def _documents(random: Random, tokens: int) -> tuple[int, ...]:
 
 
 def flops(shape: Shape) -> float:
-    """Return the FLOPs of a forward pass, ignoring the edges of a band."""
+    """Return the approximate FLOPs of a forward pass. Windows count in full, even at the start of the sequence."""
     causal = 0.5 if shape.causal else 1.0
     pairs = sum(causal * count * count for count in shape.documents or (shape.tokens,))
     pairs = min(pairs, shape.tokens * shape.window) if shape.window else pairs
@@ -97,7 +99,7 @@ def flops(shape: Shape) -> float:
 
 
 def distinct_schedules(call: Shape, ranks: int) -> tuple[Shape, ...]:
-    """Return the call with every schedule that supports it; of schedules with the same plans, only the first."""
+    """Return the call with each schedule that supports it. Of schedules with the same plans, only the first is kept."""
     distinct: list[tuple[Shape, list[Any]]] = []
     for name in ROUTES:
         shape = call._replace(schedule=name)
@@ -111,7 +113,7 @@ def distinct_schedules(call: Shape, ranks: int) -> tuple[Shape, ...]:
 
 
 def signature(shape: Shape, ranks: int) -> list[Any]:
-    """Return a value that is equal for two calls if all ranks do the same in both passes."""
+    """Return a value that is equal for two calls if all ranks run the same operations in both passes."""
     return [_operations(plan) for backward in (False, True) for plan in plans_of(shape, ranks, backward)]
 
 
@@ -134,7 +136,7 @@ class Judgement(NamedTuple):
 
     @property
     def chosen(self) -> str:
-        """The schedule with the least predicted time."""
+        """Return the schedule with the least predicted time."""
         return min(self.predicted, key=lambda name: sum(self.predicted[name].values()))
 
     def over_fastest(self, name: str) -> float:
@@ -144,7 +146,7 @@ class Judgement(NamedTuple):
 
     @property
     def fastest(self) -> str:
-        """The schedule with the least measured time."""
+        """Return the schedule with the least measured time."""
         return min(self.measured, key=self.over_fastest)
 
     def errors(self) -> list[float]:
@@ -230,7 +232,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     options = parse(ChoiceOptions(), arguments)
     if options.cases < 1 or options.repeats < 1:
         raise InputError("cases and repeats must be positive")
-    # Sorted by ranks, so that each number of processes starts once.
+    # Sort the calls by ranks, so that each number of processes is started once.
     calls = sorted(drawn(options.cases, options.seed), key=lambda call: call[0])
     cases = [Case(ranks, distinct_schedules(call, ranks)) for ranks, call in calls]
     samples: list[list[dict[str, list[Sample]]]] = []

@@ -1,8 +1,8 @@
-"""Dilated attention: what each schedule sends and should cost, and how its speed compares with full attention.
+"""Dilated attention: the bytes and predicted time of each schedule, and its speed compared with full attention.
 
-`python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8 ranks, in
-bfloat16. Measured: the same kind of branches and a full ring in processes of this machine, in turns within one run;
-memory at equal tokens per rank; and one long sequence, forward and backward.
+Run `python -m ringattn.bench.dilated [key=value ...]`. Planned: LongNet's geometric branches on 2^20 tokens and 8
+ranks, in bfloat16. Measured: the same kind of branches and a full ring in processes of this machine, in turns within
+one run; memory at equal tokens per rank; and one long sequence, forward and backward.
 Guarantees: nothing is timed before dilated attention matches a dense float64 reference on the same ranks. FLOPs count
 the pairs that are computed, so the ratio of times divided by the ratio of FLOPs is the overhead of dilation beyond
 arithmetic.
@@ -53,9 +53,10 @@ GATE_TOKENS_PER_RANK = 97
 
 @dataclass(frozen=True)
 class DilatedOptions:
-    """`length_tokens`: of the comparison, run by `ranks` processes each; `long_tokens`: of the long run, 0 to skip.
+    """The options of the benchmark.
 
-    `tokens_per_rank`: of the memory runs, which use `memory_ranks` processes each.
+    The comparison has `length_tokens` tokens and runs once for each number of processes in `ranks`. The memory runs
+    have `tokens_per_rank`, for each number of processes in `memory_ranks`. The long run has `long_tokens`; 0 skips it.
     """
 
     length_tokens: int = 65_536
@@ -71,7 +72,10 @@ class DilatedOptions:
 
 
 def planned() -> tuple[Table, list[dict[str, Any]]]:
-    """Plan the worked example: per rank, the mean rows per head and bytes sent; slots; and predicted times."""
+    """Plan the example call with each schedule. Return a table and its figures.
+
+    They are the mean rows per head and the mean bytes sent of a rank, the size of staging buffers, and predicted times.
+    """
     tokens, ranks, heads, dim = 1 << 20, 8, 12, 64
     layout, branches = make_layout("contiguous", tokens, ranks), geometric(length=tokens)
     calls: dict[str, tuple[Dilated | Banded, str]] = {name: (Dilated(*branches), name) for name in SCHEDULES}
@@ -124,15 +128,15 @@ def planned() -> tuple[Table, list[dict[str, Any]]]:
 
 
 def _rows_received(plan: Plan) -> float:
-    """Return rows times heads received, of K and V; a row of queries or outputs counts half."""
+    """Return the number of received rows times heads. A row is K and V; a row of queries or outputs counts half."""
     received = [plan.buffers[recv.buffer] for step in plan.steps for recv in step.recvs]
     return sum(size(recv.content) * (1 if recv.kind is Kind.KV else 0.5) for recv in received)
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """Run one rank's part: the gate, then each baseline forward and backward in turns.
+    """Run this rank: the gate, then dilated and full attention in turns, forward and backward.
 
-    Return laps, pairs and memory.
+    Return the laps, the pairs and the memory.
     """
     options, tokens = DilatedOptions(**{k: v for k, v in spec.items() if k != "tokens"}), spec["tokens"]
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
@@ -196,7 +200,7 @@ class _Call:
         torch.autograd.grad(self.out, (self.q, self.k, self.v), self.dout)
 
     def pairs(self) -> int:
-        """Return (q, k) pairs times heads of this rank."""
+        """Return the number of (query, key) pairs times heads that this rank computes."""
         tokens, heads = self.seq.length, self.options.heads
         pairs = Banded() if self.branches is None else Dilated(*self.branches)
         mask = pairs.mask(tokens, tokens, None, None, heads, heads)
@@ -206,7 +210,7 @@ class _Call:
 
 
 def _gate(ring: Ring, options: DilatedOptions) -> None:
-    """Raise `GateError` unless small branches are exact on these ranks, forward and backward."""
+    """Raise `GateError` unless dilated attention at a small size is exact on these ranks, forward and backward."""
     tokens = GATE_TOKENS_PER_RANK * ring.world_size
     branches: dict[str, Any] = {"segment_lengths": [64, tokens // 2 + 1, tokens], "dilation_rates": [1, 3, 4]}
     inputs = random_inputs(tokens, options.heads, options.heads, options.head_dim, torch.float32)
@@ -223,7 +227,7 @@ def _gate(ring: Ring, options: DilatedOptions) -> None:
 
 
 def compare_times(options: DilatedOptions, by_ranks: dict[int, list[Any]]) -> Table:
-    """Return a table of measured times next to FLOPs."""
+    """Return a table that compares ratios of measured times with ratios of FLOPs."""
     table = Table(
         f"Measured: {options.length_tokens} tokens, {options.heads} heads of {options.head_dim}, float32, one thread a "
         f"process, {options.repeats} rounds",

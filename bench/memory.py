@@ -1,9 +1,10 @@
-"""Memory that a rank needs on one device, in a ring and in an all-gather, predicted and measured.
+"""The memory that a rank needs on one device, in a ring and in an all-gather, predicted and measured.
 
-`python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Each row of the first table is a run in fresh
-processes: for the rank that needs most, its storages and the growth of its resident size, from before its inputs exist
-to the end; next to the sum of the tensor sizes and of the plan's arena. The second table shows the high-water mark of
-the pool at fixed tokens per rank. The picture compares forward and backward on one device and in the ring.
+Run `python -m ringattn.bench.memory length_tokens=4096,8192,16384`. Each row of the first table is a run in new
+processes. It shows the storages of the rank that needs the most and the growth of its resident size, measured from
+before its inputs exist to the end, and the predicted sum of tensor sizes and of the plan's arena. The second table
+shows the high-water mark of the pool at fixed tokens per rank. The picture compares forward and backward on one device
+and in the ring.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ITEM_BYTES = 4
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Causal float32 attention; `pool_tokens_per_rank` and `pool_ranks` belong to the second table."""
+    """The options of the benchmark. `pool_tokens_per_rank` and `pool_ranks` belong to the second table."""
 
     length_tokens: tuple[int, ...] = (2048, 4096, 8192, 16_384)
     methods: tuple[str, ...] = METHODS
@@ -71,7 +72,7 @@ def baseline(ring: Ring, method: str) -> Baseline:
 
 
 def schedule_of(method: str) -> str:
-    """Return the schedule of a method. One device sends nothing, whatever its schedule is."""
+    """Return the schedule of a method. For one device it is "ring", which sends nothing there."""
     name = method.removesuffix(WITH_BACKWARD)
     return "ring" if name == ALONE else name
 
@@ -82,7 +83,7 @@ def ranks_of(method: str, options: MemoryOptions) -> int:
 
 
 def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> dict[str, int]:
-    """Return one rank's growth in bytes by three meters, for one method at one length. The gate runs first."""
+    """Run the gate, then measure the growth of this rank's memory in bytes, by three meters."""
     method_baseline = baseline(ring, method)
     heads, kv_heads, head_dim = shape
     open_gate(
@@ -90,7 +91,7 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
         random_inputs(GATE_TOKENS_PER_RANK * ring.world_size, heads, kv_heads, head_dim, torch.float32),
     )
     small = random_inputs(1, heads, kv_heads, head_dim, torch.float32)
-    # All tokens are views of one token: the problem takes no memory, so only what the method keeps is measured.
+    # All tokens are views of one token, so the problem takes no memory and only the method's own memory is measured.
     inputs = Inputs(*(x.expand(-1, length_tokens, -1, -1) for x in small))
     ring.barrier()
     gc.collect()
@@ -103,7 +104,7 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
         "peak_growth_bytes": status_bytes("VmHWM") - resident,
         "ru_maxrss_growth_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - max_resident,
     }
-    # Run again under the meter of storages, which itself takes resident memory, with a newly allocated pool.
+    # Measure storages in a second run with a newly allocated pool, because this meter itself takes resident memory.
     del kept, method_baseline
     ring.pool.release_arena()
     method_baseline = baseline(ring, method)
@@ -116,7 +117,10 @@ def on_rank(ring: Ring, method: str, length_tokens: int, shape: list[int]) -> di
 
 
 def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int]:
-    """Return the bytes of the rank that needs most at its peak: kept tensors, travelling K/V, the working block."""
+    """Return the predicted bytes, at its peak, of the rank that needs the most.
+
+    They are those of the kept tensors, of the arena with K/V in transit, and of the block being computed.
+    """
     ranks, dim = ranks_of(method, options), options.head_dim
     local_tokens = -(-length // ranks)
     query, key = options.heads * dim * ITEM_BYTES, options.kv_heads * dim * ITEM_BYTES  # bytes of a row
@@ -125,14 +129,15 @@ def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int
     kept = local_tokens * (2 * query + 2 * key)
     if backward:
         kept += local_tokens * (2 * query + 2 * key)  # dout and the gradients
-    # The largest rectangle: two chunks of queries by one of keys, or the reverse; on one device the whole square.
+    # In a ring, the largest block is two chunks of queries by one of keys, or the reverse. On one device it is the
+    # whole sequence.
     keys = local_tokens if ranks == 1 else local_tokens // 2
     block = local_tokens * query + (keys * 2 * key if backward else 0)
     return {"kept": kept, "travelling": arena, "working": block}
 
 
 def _largest_arena(problem: Problem, schedule: str, backward: bool) -> int:
-    """Return the arena bytes of the rank whose plan needs most."""
+    """Return the arena bytes of the rank whose plan needs the most."""
     route = route_named(schedule)
     return max(plan_of(problem, route, rank, backward).arena_bytes for rank in range(problem.world_size))
 
@@ -144,14 +149,14 @@ def _problem(length: int, options: MemoryOptions, ranks: int) -> Problem:
 
 
 def weigh(options: MemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """Measure every length and method; return one record for each."""
+    """Measure each method at each length, and return one record for each run."""
     records = []
     for length in options.length_tokens:
         for method in options.methods:
             say(f"{length} tokens: {method}")
             spec = {"method": method, "length_tokens": length,
                     "shape": [options.heads, options.kv_heads, options.head_dim]}  # fmt: skip
-            # Over gloo the arena is a tensor. Memory shared between ranks is no storage, so the meter would miss it.
+            # Use gloo, whose arena is a tensor. The meter would miss memory that is shared between ranks.
             by_rank = run_in_processes(ranks_of(method, options), PROGRAM, spec, say, transport="gloo")
             greatest = {key: max(figures[key] for figures in by_rank) for key in by_rank[0]}
             records.append({"length_tokens": length, "method": method, "ranks": ranks_of(method, options),
@@ -160,7 +165,10 @@ def weigh(options: MemoryOptions, say: Say) -> list[dict[str, Any]]:
 
 
 def pool_high_water(options: MemoryOptions, say: Say) -> list[dict[str, int]]:
-    """Return the pool bytes of the largest rank at fixed tokens per rank, planned and measured, by number of ranks."""
+    """Return the pool bytes of the rank that needs the most, planned and measured, for each number of ranks.
+
+    The number of tokens per rank is fixed.
+    """
     records = []
     for ranks in options.pool_ranks:
         say(f"pool at {ranks} ranks of {options.pool_tokens_per_rank} tokens")
@@ -178,9 +186,9 @@ def pool_high_water(options: MemoryOptions, say: Say) -> list[dict[str, int]]:
 
 
 def _pool_pass(length: int, options: MemoryOptions) -> Callable[[Ring], int]:
-    """Return the function of each thread.
+    """Return the function that each rank runs on a thread.
 
-    It runs the gate, forward and backward, and returns the pool's high-water mark.
+    The function runs the gate, forward and backward, and returns the pool's high-water mark.
     """
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
 
@@ -273,8 +281,8 @@ POINTS = 60
 def memory_figure(records: Sequence[dict[str, Any]], options: MemoryOptions) -> Figure:
     """Return the picture: forward and backward on one device and in the ring, and the least that a rank can hold.
 
-    Lines are predicted, points are the storages that `records` measured. The least is a rank's share of the tensors
-    that attention reads and returns.
+    Lines are predictions, and points are the storages measured in `records`. The least memory of a rank is its share of
+    the tensors that attention reads and returns.
     """
     alone, ring = PICTURED
     lengths = sorted({record["length_tokens"] for record in records})

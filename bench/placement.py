@@ -1,7 +1,8 @@
 """Packed documents: balance of pairs, rows sent and predicted times of each layout.
 
-`python -m ringattn.bench.placement`. Lengths are drawn from a published distribution; nothing runs. A row counts once
-for each rank that reads it. The gate compares `ringattn.core.documents` with the tiles and read sets of the planner.
+Run `python -m ringattn.bench.placement`. Lengths of documents are drawn from a published distribution, and the calls
+are only planned. A row counts once for each rank that reads it. The gate compares `ringattn.core.documents` with the
+tiles and read sets of the planner.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ AT_ONCE = "documents, at once"
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """`longest_tokens`: longer documents are cut to this length before packing; 0: they stay whole. The source of the
-    distribution cuts them at a quarter of the sequence.
+    """The options of the benchmark.
+
+    Documents longer than `longest_tokens` are cut into parts of this length before packing; 0 leaves them whole. The
+    source of the distribution cuts them at a quarter of the sequence.
     """
 
     tokens: int = 131072
@@ -60,8 +63,10 @@ class PlacementOptions:
 
 
 class LayoutFigures(NamedTuple):
-    """Figures of a layout: the largest share of pairs over the mean; rows that other ranks read, and rows that the
-    schedule sends, counted at every hop; predicted times.
+    """The figures of a layout.
+
+    `balance` is the largest number of pairs of a rank divided by the mean. `read` is the number of rows that other
+    ranks read, and `sent` the number that the schedule sends, counted at every hop. Times are predicted.
     """
 
     balance: float
@@ -72,7 +77,10 @@ class LayoutFigures(NamedTuple):
 
 
 def draw_documents(tokens: int, seed: int, longest: int = 0) -> tuple[int, ...]:
-    """Draw documents and pack them until there are `tokens` tokens; the last document is cut there."""
+    """Draw documents and pack them until there are `tokens` tokens; return their boundaries.
+
+    A document is cut into parts of `longest` tokens unless `longest` is 0, and the last is cut at the end.
+    """
     r, cuts = random.Random(seed), [0]
     spans, weights = zip(*LENGTHS, strict=True)
     while cuts[-1] < tokens:
@@ -93,13 +101,13 @@ def problem_of(cuts: tuple[int, ...], layout: str, ranks: int, options: Placemen
 
 
 def pairs_of(problem: Problem) -> list[int]:
-    """Return the pairs of each rank, for one head."""
+    """Return the number of (query, key) pairs of each rank, for one head."""
     tables = (tiles_of(problem, rank).values() for rank in range(problem.world_size))
     return [sum(table.area() for table in tables_) // problem.q_heads for tables_ in tables]
 
 
 def rows_of(problem: Problem) -> int:
-    """Return the rows of K and V that ranks read from others, each counted once."""
+    """Return the number of rows of K and V that ranks read from other ranks, each counted once per reader."""
     return read_sets_of(problem).totals[1] // problem.kv_heads
 
 
@@ -119,7 +127,7 @@ def measure_layout(cuts: tuple[int, ...], layout: str, ranks: int, options: Plac
 
 
 def open_gate(cuts: tuple[int, ...], ranks: int, options: PlacementOptions) -> None:
-    """Raise `GateError` unless pairs and rows equal those of the planner."""
+    """Raise `GateError` unless pairs and rows of `ringattn.core.documents` equal those of the planner."""
     for layout, shards in (("documents", placed(cuts, ranks)), (AT_ONCE, placed_at_once(cuts, ranks))):
         load, problem = load_of(cuts, shards), problem_of(cuts, layout, ranks, options)
         if list(load.pairs) != pairs_of(problem) or sum(load.sent) != rows_of(problem):

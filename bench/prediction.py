@@ -1,7 +1,8 @@
-"""How close predicted times of passes are to measured times after `ringattn calibrate`: ten shapes, two and four ranks.
+"""The accuracy of predicted times of passes after `ringattn calibrate`, for ten shapes on two and four ranks.
 
-`python -m ringattn.bench.prediction repeats=4`, or with `cluster=FILE` and without calibration. All shapes run in turns
-in the same processes, one thread each. A time runs from barrier to barrier, so it is that of the slowest rank.
+Run `python -m ringattn.bench.prediction repeats=4`, or add `cluster=FILE` to use existing constants instead of a
+calibration. All shapes run in turns in the same processes, one thread each. A time is measured between two barriers, so
+it is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ BAR = 0.10
 
 @dataclass(frozen=True)
 class PredictionOptions:
-    """`cluster`: constants for the prediction; if empty, they are first measured on two ranks in `rounds` rounds.
+    """The options of the benchmark.
 
-    `shapes`: how many of `SHAPES` run.
+    `cluster` names the constants of predictions; if it is empty, they are measured first, on two ranks in `rounds`
+    rounds. `shapes` is the number of `SHAPES` to run.
     """
 
     cluster: str = ""
@@ -66,7 +68,7 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
 
 
 def calibrated(options: Any, say: Callable[[str], None]) -> Cluster:
-    """Return the constants in `options.cluster`, or those that `ringattn calibrate` measures now.
+    """Return the constants that `options.cluster` names, or run `ringattn calibrate` to measure them.
 
     Raises `RingError` if calibration fails.
     """
@@ -92,7 +94,7 @@ def calibrated(options: Any, say: Callable[[str], None]) -> Cluster:
 
 
 def table_of(options: PredictionOptions, cluster: Cluster, by_ranks: dict[int, list[dict[str, list[Sample]]]]) -> Table:
-    """Return a table with a row per shape, pass and number of ranks, and the verdict below."""
+    """Return a table with a row per shape, pass and number of ranks. Its notes have the verdict."""
     table = Table(
         f"Predicted and measured, {options.repeats} rounds, constants: {cluster.name}",
         ("ranks", "tokens, heads, mask, layout, schedule", "pass", "predicted, ms", "measured, ms", "error",

@@ -1,7 +1,7 @@
-"""Ranks as fresh processes with one thread each, so that no measurement sees memory of another one.
+"""Ranks as new processes with one thread each, so that a measurement includes no memory of an earlier one.
 
 The parent starts torchrun, which runs this module. Each rank calls one function `f(ring, **spec)` and writes its result
-as JSON. Output of rank 0 is shown as progress.
+as JSON. The output of rank 0 is shown as progress.
 Guarantees: no child outlives the call; the failure of a rank raises an error with the rank's output.
 """
 
@@ -33,7 +33,7 @@ LAST_CHARACTERS = 3000
 def run_in_processes(
     world_size: int, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str = "auto"
 ) -> list[Any]:
-    """Run `target` ("module:function") as `function(ring, **spec)` in fresh processes; return the results by rank.
+    """Run `target` ("module:function") as `function(ring, **spec)` in new processes; return the results by rank.
 
     `spec` and the results are JSON. Raises `RingError` if a rank fails.
     """
@@ -97,15 +97,16 @@ def run_torchrun(
     more: Sequence[str] = (),
     job_s: float = JOB_S,
 ) -> Ended:
-    """Run `program` on `ranks` processes under torchrun with the options `more`; call `meanwhile()` every 50 ms.
+    """Run `program` in `ranks` processes under torchrun with the options `more`; call `meanwhile()` every 50 ms.
 
-    The program's command line must name the file `job`, which identifies its processes. Raises `RingError` if a process
-    outlives torchrun or `job_s`, and whatever `meanwhile` raises; all processes are killed first.
+    The program's command line must name the file `job`, which identifies its processes. Raises `RingError` if torchrun
+    runs longer than `job_s` or a process outlives it, and passes on the errors of `meanwhile`. All processes are killed
+    first.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={ranks}", *more]
-    # torch looks up the peer's host name for every store connection. A lost query takes 5 s by default, which is longer
-    # than most deadlines here.
+    # torch looks up the peer's host name for every store connection. By default, a lost query takes 5 s, which is
+    # longer than most deadlines of the benchmarks.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
     with (job.parent / "log").open("w+b") as log:
         agent = subprocess.Popen(
@@ -138,7 +139,7 @@ def processes_of(job: Path) -> list[int]:
 
 
 def _end(agent: subprocess.Popen[bytes], job: Path) -> list[int]:
-    """Kill torchrun and its ranks, which lead separate sessions; return the ranks that had outlived torchrun."""
+    """Kill torchrun and its ranks, which have separate sessions. Return the process ids that outlived torchrun."""
     if agent.poll() is None:
         agent.kill()
         agent.wait()

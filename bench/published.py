@@ -1,8 +1,8 @@
-"""Predictions of the planner's constants for published context-parallel attention, next to the published measurements.
+"""Predictions with the planner's constants for published context-parallel attention, next to the published figures.
 
-`python -m ringattn.bench.published`. There is one set of constants per machine (`planner.cluster`), one per kernel and
-one per implementation (`published_points`); none is fitted to a single point. Then the predictions for our ring, which
-no GPU has confirmed yet.
+Run `python -m ringattn.bench.published`. There is one set of constants per machine (`planner.cluster`), one per kernel
+and one per implementation (`published_points`); none is fitted to a single point. The last table has predictions for
+our ring, which have not been confirmed on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ NEAR = 0.15
 
 
 class Row(NamedTuple):
-    """One figure. `lead`: number of its point; points are ordered by how well they separate hypotheses."""
+    """One published figure and its prediction.
+
+    `lead` is the number of the point to which it belongs. Points are ordered by how well they separate hypotheses.
+    """
 
     lead: int
     family: str
@@ -42,17 +45,17 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Predicted over published."""
+        """Return the ratio of the predicted and the published figure."""
         return self.predicted / self.published
 
     @property
     def met(self) -> bool:
-        """Whether the prediction is close enough."""
+        """Return whether the prediction is close enough."""
         return abs(self.ratio - 1) <= NEAR
 
 
 def magi_rows() -> Iterator[Row]:
-    """Yield the charts of MagiAttention: TFLOP/s per GPU."""
+    """Yield the figures of MagiAttention's charts, in TFLOP/s per GPU."""
     for (machine, mask, direction, way), published in points.MAGI_ROWS.items():
         cluster, backward, h100 = MACHINES[machine], direction == "backward", machine == "H100"
         kernel = points.FA3 if h100 else points.CUDNN_B200
@@ -74,7 +77,7 @@ def magi_rows() -> Iterator[Row]:
 
 
 def document_rows() -> Iterator[Row]:
-    """Yield packed documents: milliseconds of a ring step."""
+    """Yield the figures of packed documents, in milliseconds of a ring step."""
     for machine, published in points.DOCUMENT_STEPS.items():
         h100 = machine == "H100"
         kernel = points.FA3 if h100 else points.CUDNN_B200
@@ -87,7 +90,7 @@ def document_rows() -> Iterator[Row]:
 
 
 def ring_rows() -> Iterator[Row]:
-    """Yield rings of torch operations on one node."""
+    """Yield the figures of rings of torch operations on one node."""
     for (machine, layout), rates in points.ZHUZILIN_ROWS.items():
         kernel = points.FA2_H800 if machine == "H800" else points.FA2_A100
         call = Call(8, 65536, 32, 8, causal=True)
@@ -103,7 +106,7 @@ def ring_rows() -> Iterator[Row]:
 
 
 def node_rows() -> Iterator[Row]:
-    """Yield the figures of four A800 nodes."""
+    """Yield the figures measured on four A800 nodes."""
     cluster, kernel, implementation = MACHINES["A800"], points.FA2_A100, points.TORCH_RING
     for (way, placement), published in points.ENGINE_ROWS.items():
         for tokens, ms in published.items():
@@ -122,7 +125,7 @@ def node_rows() -> Iterator[Row]:
 
 
 def degree_rows() -> Iterator[Row]:
-    """Yield Ulysses degrees on NVLink and on PCIe."""
+    """Yield the figures of different Ulysses degrees, on NVLink and on PCIe."""
     for (machine, tokens, heads, dim, kv_heads, batch), published in points.YUNCHANG_ROWS.items():
         kernel = points.FA2_A100 if machine == "A100" else points.FA2_L20
         call = Call(8, tokens, heads, kv_heads, dim, True, batch)
@@ -137,7 +140,7 @@ def degree_rows() -> Iterator[Row]:
 
 
 def training_rows() -> Iterator[Row]:
-    """Yield end-to-end training as `ringattn plan` predicts it, with the constants of the same presets."""
+    """Yield the figures of end-to-end training, predicted by `ringattn plan` with the constants of the same presets."""
     for name, setup, tokens_s in points.TITAN_ROWS:
         step = estimate(setup, hardware("h100"))
         yield Row(8, "H100 torchtitan", name, step.tokens_s / setup.ranks, tokens_s, "tokens/s")
@@ -147,7 +150,7 @@ def training_rows() -> Iterator[Row]:
 
 
 def kernel_rows() -> Iterator[Row]:
-    """Yield kernels on one GPU by length."""
+    """Yield the figures of kernels on one GPU, by length."""
     for (name, mask, direction), published in points.CHART.items():
         cluster, kernel, backward = MACHINES[name[-4:]], points.CHART_KERNELS[name], direction == "backward"
         for tokens, rate in zip(points.CHART_TOKENS, published, strict=True):
@@ -158,7 +161,10 @@ def kernel_rows() -> Iterator[Row]:
 
 
 def link_rows() -> Iterator[Row]:
-    """Yield the constants of the presets next to measured links. They are no predictions; each row names its source."""
+    """Yield the presets' constants of links next to measured rates. Each row names the source of the measurement.
+
+    These rows are no predictions.
+    """
     for name, nodes, published, what in (
         ("h100", False, 371, "copy engine, one way; nccl issue 1264"),
         ("h100", False, 360, "all-gather of 8; nccl-tests issue 326"),
@@ -181,7 +187,7 @@ def link_rows() -> Iterator[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Return every figure."""
+    """Return the rows of all figures."""
     makers = (magi_rows, document_rows, ring_rows, node_rows, degree_rows, training_rows, kernel_rows, link_rows)
     return [row for make in makers for row in make()]
 
@@ -230,7 +236,7 @@ def leads_table(rows: list[Row]) -> Table:
 
 
 def family_tables(rows: list[Row]) -> list[Table]:
-    """Return tables of every figure, by point and family."""
+    """Return a table of figures for each point and family."""
     tables = []
     for lead, (what, _) in LEADS.items():
         columns = ("implementation", "case", "predicted", "published", "unit", "ratio", "")
@@ -264,9 +270,9 @@ def family_tables(rows: list[Row]) -> list[Table]:
 def our_ring_s(
     machine: str, kernel: Kernel, ranks: int, causal: bool, backward: bool, schedule: str, copies: bool
 ) -> float:
-    """Return the seconds of our plans at the kernel's rates.
+    """Return the predicted seconds of our ring's plans at the kernel's rates.
 
-    The state stays in the kernel, so no launch merges outputs.
+    Our kernel carries the softmax state from step to step, so no launch merges outputs.
     """
     tokens = ranks * (8192 if machine == "h100" else 16384)
     layout = make_layout("zigzag" if causal else "contiguous", tokens, ranks)
@@ -279,7 +285,7 @@ def our_ring_s(
 
 
 def our_ring_table(counts: Sequence[int] = (8, 16, 32)) -> Table:
-    """Return a table of TFLOP/s per GPU, and the ratio to the published ring."""
+    """Return a table of our ring's predicted TFLOP/s per GPU, and their ratio to those of the published ring."""
     table = Table(
         "Our ring, predicted, TFLOP/s a GPU; nothing of this has run on a GPU",
         ("machine", "mask, pass", "ranks", "published ring", "ring, NCCL", "ring, copy engines", "double ring", "gain"),
@@ -311,7 +317,7 @@ def our_ring_table(counts: Sequence[int] = (8, 16, 32)) -> Table:
 
 @dataclass(frozen=True)
 class PublishedOptions:
-    """`results`: the folder for results."""
+    """The options of the benchmark. `results` is the folder of the results."""
 
     results: str = RESULTS
 
@@ -339,7 +345,11 @@ ITEM = 2
 
 
 class Call(NamedTuple):
-    """`tokens`: of all `ranks` together. `share`: pairs relative to the mask without documents."""
+    """One attention call.
+
+    `tokens` is the number of all `ranks` together. `share` is the number of pairs relative to the same mask without
+    documents.
+    """
 
     ranks: int
     tokens: int
@@ -352,17 +362,17 @@ class Call(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """(q, k) pairs of all ranks, times heads and batches."""
+        """Return the number of (q, k) pairs of all ranks, times heads and batch."""
         return self.share * self.tokens**2 * self.heads * self.batch / (2 if self.causal else 1)
 
     @property
     def q_elements(self) -> float:
-        """Elements of one rank's queries."""
+        """Return the number of elements of one rank's queries."""
         return self.tokens / self.ranks * self.heads * self.dim * self.batch
 
     @property
     def kv_elements(self) -> float:
-        """Elements of one rank's keys, and of its values."""
+        """Return the number of elements of one rank's keys; its values have the same number."""
         return self.tokens / self.ranks * self.kv_heads * self.dim * self.batch
 
     def flops(self, backward: bool) -> float:
@@ -374,7 +384,7 @@ def kernel_s(
     cluster: Cluster, kernel: Kernel, flops: float, elements: float, backward: bool,
     causal: bool = False, dim: int = 128,
 ) -> float:  # fmt: skip
-    """Return the seconds of one kernel call; `causal`: its tiles lie on the diagonal."""
+    """Return the seconds of one kernel call. `causal` means that its tiles are on the diagonal of the mask."""
     flops *= (1 + kernel.softmax_dims / dim) / (1 + kernel.softmax_dims / 128)
     if backward:
         rate = kernel.backward * (kernel.causal_backward if causal else 1)
@@ -389,9 +399,9 @@ def ring_s(
 ) -> float:  # fmt: skip
     """Return the seconds of a ring of shards.
 
-    `inside`: whether its hops stay within a node; None: only if all ranks do. `inner`: ranks of a node's ring in a
-    double ring, whose hops between nodes have `inner` steps to complete. `rails`: every rank of a node sends to another
-    node in a step.
+    `inside` says whether the hops stay within a node; None means that they do if all ranks are on one node. `inner` is
+    the number of ranks of a node's ring in a double ring, whose hops between nodes have `inner` steps to complete. With
+    `rails`, every rank of a node sends to another node in a step.
     """
     steps, causal = call.ranks, call.causal
     flops = call.flops(backward) / steps
@@ -412,7 +422,7 @@ def ring_s(
     near = cluster.travel_s(LinkClass.UNKNOWN, nbytes, nbytes)
     hop = near if inside else max(near, cluster.travel_s(LinkClass.NETWORK, shared, nbytes) / inner)
     if causal and layout == "contiguous":
-        # The last rank attends to everything: all steps but its own block are full.
+        # The last rank attends to all keys, so all its steps are full except that of the local block.
         whole = 2 * flops
         return max(step_s(flops, True), hop) + (steps - 2) * max(step_s(whole, False), hop) + step_s(whole, False)
     each, first = step_s(flops, layout == "striped"), step_s(flops, causal)
@@ -422,8 +432,8 @@ def ring_s(
 def collective_s(cluster: Cluster, ranks: int, nbytes: float, gathered: bool = False, spread: bool = False) -> float:
     """Return the seconds of a collective in which each rank receives `nbytes` from `ranks` - 1 others, evenly.
 
-    `gathered`: data from other nodes arrives once, over the links of all ranks of the node. `spread`: every rank is on
-    a separate node.
+    With `gathered`, data from other nodes arrives once per node, over the links of all its ranks. With `spread`, every
+    rank is on a separate node.
     """
     node = 1 if spread else cluster.ranks_per_node or ranks
     across = nbytes * max(0, ranks - node) / max(1, ranks - 1)
@@ -433,7 +443,10 @@ def collective_s(cluster: Cluster, ranks: int, nbytes: float, gathered: bool = F
 
 
 def gather_s(call: Call, cluster: Cluster, kernel: Kernel, backward: bool) -> float:
-    """Return the seconds of gathering K and V, one kernel per half of a zigzag shard, and scattering gradients."""
+    """Return the seconds of the all-gather schedule.
+
+    It gathers K and V, calls one kernel per half of a zigzag shard, and in backward scatters the gradients.
+    """
     received = 2 * call.kv_elements * ITEM * (call.ranks - 1)
     half = kernel_s(cluster, kernel, call.flops(backward) / 2, call.q_elements / 2, backward, call.causal, call.dim)
     exchanges = collective_s(cluster, call.ranks, received, gathered=True)
@@ -447,19 +460,22 @@ def heads_s(
     call: Call, cluster: Cluster, kernel: Kernel, impl: Implementation, backward: bool, degree: int | None = None,
     ring_inside: bool = False,
 ) -> float:  # fmt: skip
-    """Return the seconds of Ulysses over `degree` ranks (None: all) and a ring of the rest. No all-to-all is hidden."""
+    """Return the seconds of Ulysses over groups of `degree` ranks (None: all), with a ring across the groups.
+
+    No all-to-all is hidden.
+    """
     degree = degree or call.ranks
     rings = call.ranks // degree
     copies = max(1.0, degree / call.kv_heads)  # K/V heads are replicated if there are fewer than ranks
     sent = 2 * (call.q_elements + call.kv_elements * copies) * ITEM * (degree - 1) / degree
     exchange = collective_s(cluster, degree, sent, spread=ring_inside)
-    # Packed and unpacked once each.
+    # Sent data is packed once and unpacked once.
     exchange += moved_s(4 * sent, cluster)
     if rings == 1:
         return exchange + kernel_s(
             cluster, kernel, call.flops(backward), call.q_elements, backward, call.causal, call.dim
         )
-    # The ring attends with a share of the heads over correspondingly more tokens.
+    # Each ring computes a share of the heads over correspondingly more tokens per rank.
     part = call._replace(ranks=rings, kv_heads=max(1, call.kv_heads // degree), heads=call.heads // degree)
     near = ring_inside or call.ranks <= (cluster.ranks_per_node or call.ranks)
     return exchange + ring_s(part, cluster, kernel, impl, backward, inside=near, rails=True)

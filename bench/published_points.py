@@ -23,12 +23,14 @@ NEMO = "NeMo 25.04, long-sequence table, DGX-B200"
 
 
 class Kernel(NamedTuple):
-    """Attention on one GPU as `published`: FLOP/s on long sequences, and for a causal mask the share of that rate.
+    """Published rates of an attention kernel on one GPU.
 
-    `call_s`: the minimum time of a forward call; `launches_s`: what the launches of backward add. Each element of the
-    queries moves `row_bytes` forward and `back_row_bytes` backward through memory: Q and O; then also dO, dQ as a
-    float32 accumulator, zeroed and converted, and delta. Head dimensions other than 128 add `softmax_dims`, as in
-    `Cluster`; that of FlashAttention-2 comes from two of YUNCHANG's rows.
+    `forward` and `backward` are FLOP/s on long sequences; `causal` and `causal_backward` are the shares of these rates
+    with a causal mask. `call_s` is the minimum time of a forward call, and `launches_s` the additional time of
+    backward's launches. For each element of the queries, `row_bytes` bytes move through memory in forward (Q and O) and
+    `back_row_bytes` in backward (also dO, dQ as a float32 accumulator that is zeroed and converted, and delta). For
+    head dimensions other than 128, `softmax_dims` are added as in `Cluster`; the value of FlashAttention-2 comes from
+    two of YUNCHANG's rows.
     """
 
     forward: float
@@ -43,7 +45,7 @@ class Kernel(NamedTuple):
 
 
 def of_preset(name: str) -> Kernel:
-    """Return the kernel with the rates of a preset."""
+    """Return the kernel with the rates of the planner's preset `name`."""
     cluster = CLUSTERS[name]
     return Kernel(cluster.flops, cluster.backward_flops or cluster.flops)
 
@@ -81,11 +83,12 @@ MACHINES: dict[str, Cluster] = {
 
 
 class Implementation(NamedTuple):
-    """The cost of a step in an implementation of the ring, besides its kernel and messages; nothing else is fitted.
+    """The cost of a step in an implementation of the ring, in addition to its kernel and messages.
 
-    `sync_s`: constant. `host_s`: minimum time of a step, because Python must launch it. `out_bytes`, `dq_bytes`: bytes
-    through memory per element of the step's outputs, and of dq, dk and dv, in the launches that merge them.
-    `backward_messages`: K/V blocks that a backward step sends, including gradients. `call_s`: minimum time of a call.
+    Only these constants are fitted. `sync_s` is a constant time per step, and `host_s` the minimum time of a step,
+    because Python must launch it. `out_bytes` and `dq_bytes` are the bytes that the merging launches move through
+    memory per element of the step's outputs, and of dq, dk and dv. `backward_messages` is the number of K/V blocks that
+    a backward step sends, including gradients. `call_s` is the minimum time of a call.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""The cost of recording: passes with the recorder off and on, alternated in one run, and the recorder separately.
+"""The cost of recording: passes with the recorder off and on, alternating in one run, and the recorder alone.
 
-`python -m ringattn.bench.recording length_tokens=4096 repeats=60`. Off is timed twice per round: the difference between
-its two halves is the noise of the run, and if the noise exceeds the bar, times decide nothing. Therefore the recorder
-is also timed separately, for the same steps without compute and messages, on and off. Recordings are read after the
-clock has stopped.
+Run `python -m ringattn.bench.recording length_tokens=4096 repeats=60`. In each round, passes are timed twice with the
+recorder off. The difference between these two series is the noise of the run. If the noise exceeds the bar, the times
+of passes decide nothing. Therefore the recorder is also timed alone, on and off, for the same steps without compute and
+messages. Recordings are read after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLAYS = 200
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """Causal attention in the zigzag layout."""
+    """The options of the benchmark, which runs causal attention in the zigzag layout."""
 
     length_tokens: int = 4096
     heads: int = 8
@@ -54,7 +54,10 @@ class RecordingOptions:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """Run one rank's part: the gate while recording, then the rounds. Return laps by mode, pass and round."""
+    """Run this rank: the gate, which is recorded, then the rounds.
+
+    Return the laps by mode, pass and round, the errors of the gate, and the times of the recorder alone.
+    """
     options = RecordingOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
@@ -94,11 +97,14 @@ class _Nothing:
         return self
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 def recorder_s(plan: Plan, recording: Recording | None) -> float:
-    """Return the profiler's seconds for one pass in which every step has a message, with or without a recording."""
+    """Return the seconds that the profiler takes in one pass, with or without a recording.
+
+    Every step of the pass has a message.
+    """
     hop = _Nothing()
 
     def play() -> None:
@@ -113,7 +119,7 @@ def recorder_s(plan: Plan, recording: Recording | None) -> float:
 
 
 def cost_table(options: RecordingOptions, by_mode: dict[str, dict[str, list[Sample]]], alone: dict[str, Any]) -> Table:
-    """Return a table of times by pass and mode, and what each mode adds to off."""
+    """Return a table of times by pass and mode, and the time that each mode takes in addition to the mode "off"."""
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
         f"causal, {options.schedule}, {options.ranks} ranks of one thread, {options.repeats} rounds",

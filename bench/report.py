@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Table:
-    """Rows of text under a title, with notes below."""
+    """A table with a title, rows of text, and notes below."""
 
     title: str
     columns: Sequence[str]
@@ -45,7 +45,7 @@ class Table:
 
 @contextmanager
 def progress(title: str) -> Iterator[Say]:
-    """Show lines of progress: one changing line on a terminal, plain lines elsewhere."""
+    """Yield a function that shows lines of progress: one changing line on a terminal, plain lines elsewhere."""
     console = Console()
     if console.is_terminal:
         with console.status(title) as status:
@@ -67,7 +67,7 @@ def hardware() -> str:
 
 
 def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str, file: str = "") -> None:
-    """Print the tables, and `keep` them."""
+    """Print the tables, and write them and `data` to files as `keep` does."""
     print("\n" + _page(name, options, tables), end="", flush=True)
     keep(name, options, tables, data, folder, file)
 
@@ -75,8 +75,8 @@ def finish(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any
 def keep(name: str, options: Any, tables: Sequence[Table], data: dict[str, Any], folder: str, file: str = "") -> None:
     """Write the tables and `data` to `file`.md and `file`.json (default: `name`) in `folder`, unless `folder` is empty.
 
-    Each file is replaced atomically, so that a reader sees either the old or the new one. The same files go to the
-    folder that GPU_CHECK_COPY names.
+    Each file is replaced atomically, so that a reader sees either the old or the new file. The same files are written
+    to the folder that the environment variable GPU_CHECK_COPY names.
     """
     texts = {
         "md": _page(name, options, tables),
@@ -114,7 +114,7 @@ def _page(name: str, options: Any, tables: Sequence[Table]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Format the minimum, median and maximum."""
+    """Format the minimum, median and maximum of figures."""
     return " / ".join(f"{value:.{digits}f}" for value in (min(values), median(values), max(values)))
 
 

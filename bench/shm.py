@@ -1,9 +1,9 @@
 """Shared memory compared with gloo between processes of one machine: messages and calls.
 
-`python -m ringattn.bench.shm`. Every rank sends to the next and receives from the previous at the same time. Both
-transports take turns in the same processes in one run, together with bare copies of the same bytes, which no transport
-here can beat. Calls are compared with torch's own ring over gloo, round by round.
-The gate: every byte of the first exchange of a size, and of its first copy, is right, and calls are exact.
+Run `python -m ringattn.bench.shm`. Every rank sends to the next rank and receives from the previous one at the same
+time. Both transports run in turns in the same processes, together with bare copies of the same bytes, which are a lower
+bound of the time. Calls are compared with torch's own ring over gloo, round by round.
+The gate: every byte of the first exchange and of the first copy of each size is right, and calls are exact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ OURS = "ringattn over shm"
 
 @dataclass(frozen=True)
 class ShmOptions:
-    """`blocks`: turns at each size; six of them cover all orders. `calls`: rounds of calls of `tokens`, likewise."""
+    """The options of the benchmark.
+
+    `blocks` is the number of rounds of messages at each size, and `calls` the number of rounds of calls with `tokens`
+    tokens. Six rounds cover all orders of the three candidates.
+    """
 
     blocks: int = 12
     calls: int = 120
@@ -54,7 +58,10 @@ class ShmOptions:
 
 
 def messages_on_rank(ring: Ring, blocks: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of every exchange, and per copy in every batch, by transport (or copy) and bytes."""
+    """Return the seconds of each exchange by transport and bytes, and those of bare copies under the name `COPY`.
+
+    Copies are timed in batches; their figure is the mean of a batch.
+    """
     shm = ring.transport
     assert isinstance(shm, ShmTransport)
     with Ring(transport="gloo", timeout_s=600.0) as gloo_ring:
@@ -75,7 +82,7 @@ def messages_on_rank(ring: Ring, blocks: int) -> dict[str, dict[str, list[float]
 
 
 def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, list[float]]]:
-    """Return the seconds of every pass, by baseline and pass."""
+    """Return the seconds of each round, by baseline and pass."""
     shape = 8, 2, 64, torch.float32
     with Ring(transport="gloo", timeout_s=600.0) as gloo_ring:
         ours, over_gloo, peer = OurRing(ring), OurRing(gloo_ring), TorchRing(ring, "alltoall")
@@ -101,7 +108,7 @@ def calls_on_rank(ring: Ring, calls: int, tokens: int) -> dict[str, dict[str, li
 
 
 def p10(times: Sequence[float]) -> float:
-    """Return the 10th percentile, which a busy machine disturbs least."""
+    """Return the 10th percentile, which other programs affect the least."""
     return sorted(times)[len(times) // 10]
 
 
@@ -130,17 +137,17 @@ def messages_table(ranks: int, by_transport: dict[str, dict[str, list[float]]]) 
 
 
 def messages_verdict(by_transport: dict[str, dict[str, list[float]]]) -> str:
-    """Return the verdict at each size, by medians and by 10th percentiles.
+    """Return the verdict on all sizes, by medians and by 10th percentiles.
 
-    A size at which the bare copy misses the bar too, in each measure in which shm does, is listed separately; the bar
-    is not met there either.
+    A size is listed separately if the bare copy also misses the bar there, in every measure in which shm misses it. The
+    bar is not met at such a size either.
     """
     least = float("inf")
     missed: list[str] = []
     above: list[str] = []
     for nbytes in sorted(SIZES):
         shm, gloo, copied = (by_transport[name][str(nbytes)] for name in ("shm", "gloo", COPY))
-        # Start with the measure in which copying leaves most room.
+        # Check first the measure in which the bare copy is faster than gloo by the larger factor.
         measures = sorted(
             ((measure(gloo) / measure(copied), measure(gloo) / measure(shm)) for measure in (median, p10)), reverse=True
         )
@@ -177,7 +184,7 @@ def calls_table(tokens: int, by_baseline: dict[str, dict[str, list[float]]]) -> 
 
 
 def calls_verdict(by_baseline: dict[str, dict[str, list[float]]]) -> str:
-    """Return the verdict: missed if ours is certainly slower than torch's ring, open if the rounds cannot decide."""
+    """Return the verdict: missed if ours is certainly slower than torch's ring, open if the rounds do not decide."""
     torch_ring = next(by_pass for baseline, by_pass in by_baseline.items() if baseline.startswith("torch"))
     ratios = {name: paired(by_baseline[OURS][name], torch_ring[name]) for name in PASSES}
     verdicts = {ratio.verdict for ratio in ratios.values()}
@@ -233,7 +240,10 @@ NEAR = 0.05
 
 
 class Ratio(NamedTuple):
-    """The median of the rounds' ratios, and the interval that holds the true ratio; above 1: the first is faster."""
+    """The median of the ratios of all rounds, and the confidence interval of the true median.
+
+    A ratio above 1 means that the first of the two compared series is faster.
+    """
 
     median: float
     low: float
@@ -241,7 +251,7 @@ class Ratio(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Slower, faster, level, or undecided where the rounds differ too much or are too few."""
+        """Return slower, faster or level, or undecided if the rounds differ too much or are too few."""
         if self.high < 1 or self.low > 1:
             return "slower" if self.high < 1 else "faster"
         return "level" if self.low >= 1 - NEAR else "undecided"
@@ -251,9 +261,9 @@ class Ratio(NamedTuple):
 
 
 def paired(first_s: Sequence[float], second_s: Sequence[float]) -> Ratio:
-    """Return how many times longer the second takes, from seconds of the same rounds.
+    """Return the ratio of the second series of times to the first, from the seconds of the same rounds.
 
-    Raises `ValueError` if there are not equally many of both.
+    Raises `ValueError` if the series have different lengths.
     """
     ratios = sorted(second / first for first, second in zip(first_s, second_s, strict=True))
     # The number of ratios below the true median is binomial(n, 1/2). The true median lies outside the k-th ratio from
@@ -274,9 +284,9 @@ STYLES = {"shm": "-", "gloo": "--", "copy": ":"}
 
 
 def draw(by_ranks: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -> None:
-    """Write a PNG.
+    """Write a PNG with the rates and the times of exchanges.
 
-    `by_ranks`: seconds of an exchange, `median` and `p10`, by processes, transport or copy, and bytes.
+    `by_ranks` has the seconds of an exchange (`median` and `p10`) by number of processes, transport or copy, and bytes.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
     for number, (ranks, by_name) in enumerate(by_ranks.items()):

@@ -1,7 +1,7 @@
-"""The transfers that `ringattn.bench.shm` times: each rank gets bytes from the previous rank, all at the same time.
+"""The transfers that `ringattn.bench.shm` times: all ranks get bytes from their previous rank at the same time.
 
-`exchanging` uses a transport. `copying` is a lower bound for transports that copy once: the same bytes from the same
-kind of memory of the same neighbour, with the copy that shm uses, and without any message or wait.
+`exchanging` uses a transport. `copying` is a lower bound for transports that copy once: it copies the same bytes from
+the same kind of memory of the same neighbor, with the copy function of shm, and without any message or wait.
 Guarantees: if wrong bytes arrive, `GateError` is raised and nothing is timed.
 """
 
@@ -26,7 +26,10 @@ BATCHES = 2
 
 
 class Way(NamedTuple):
-    """`move` brings `sent` of the previous rank into `into`; all ranks call it at about the same time."""
+    """A way to transfer bytes. `move` transfers `sent` of the previous rank to `into` of this rank.
+
+    All ranks call `move` at about the same time.
+    """
 
     name: str
     transport: Transport
@@ -36,7 +39,7 @@ class Way(NamedTuple):
 
 
 def exchanging(transport: Transport, nbytes: int) -> Way:
-    """Bind an exchange with both neighbours."""
+    """Return an exchange with both neighbors over a transport."""
     sent, into = transport.allocate(nbytes), transport.allocate(nbytes)
     next_rank, previous_rank = _neighbors(transport)
     hop = transport.bind([Message(next_rank, sent, "sent")], [Message(previous_rank, into, "sent")])
@@ -56,7 +59,7 @@ def copying(transport: ShmTransport, nbytes: int) -> Way:
 
 
 def exchanges(way: Way) -> list[float]:
-    """Return the seconds of each exchange of a series on this rank. Each exchange synchronises the ranks."""
+    """Return the seconds of each exchange in a series on this rank. Each exchange synchronizes the ranks."""
     _check(way)
     times = []
     for _ in range(max(LEAST, min(MOST, BYTES_PER_SERIES // len(way.sent)))):
@@ -67,10 +70,11 @@ def exchanges(way: Way) -> list[float]:
 
 
 def copies(way: Way) -> list[float]:
-    """Return the seconds per copy on the slowest rank, averaged over a batch, because copies do not synchronise ranks.
+    """Return the mean seconds per copy of each batch, on the slowest rank of that batch.
 
-    With more ranks than processors, a single copy may run between two turns of the other ranks and so take no longer
-    than without them. A batch is longer than such turns, and starts on all ranks at once.
+    Copies do not synchronize the ranks. With more ranks than processors, a single copy may therefore run while the
+    other ranks are not scheduled, and take no longer than without them. A batch is longer than a time slice, and starts
+    on all ranks at the same time.
     """
     _check(way)
     count, batch_means = max(LEAST, BYTES_PER_SERIES // len(way.sent)), []
@@ -85,7 +89,10 @@ def copies(way: Way) -> list[float]:
 
 
 def _check(way: Way) -> None:
-    """Move once and check the bytes. All ranks have finished the check when it returns."""
+    """Transfer a pattern once and check the received bytes. It returns after all ranks have finished the check.
+
+    Raises `GateError` if a byte is wrong.
+    """
     rank, previous_rank = way.transport.rank, _neighbors(way.transport)[1]
     pattern = torch.arange(251, dtype=torch.uint8)  # a prime, so that a shift by whole words is noticed
     way.sent.copy_(pattern.repeat(len(way.sent) // 251 + 1)[: len(way.sent)])

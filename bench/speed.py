@@ -1,8 +1,9 @@
 """The speed of two ranks, compared with one process on the same whole problem and with torch's own internal ring.
 
-`python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All baselines run in the same processes, one thread
-each, in turns whose order rotates. A time runs from barrier to barrier, so it is that of the slowest rank. Ratios are
-of medians over the rounds that other programs disturbed least, next to the spread of the ratios of all rounds.
+Run `python -m ringattn.bench.speed length_tokens=16384 repeats=5`. All baselines run in the same processes, one thread
+each, in turns whose order rotates. A time is measured between two barriers, so it is that of the slowest rank. Ratios
+are those of medians over the rounds that other programs disturbed least. The spread of the ratios of all rounds is
+shown next to them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BAR = 1.9
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """Causal attention of one whole problem; `rotate`: torch's ring uses alltoall or allgather."""
+    """The options of the benchmark, which runs causal attention. `rotate` is alltoall or allgather in torch's ring."""
 
     length_tokens: int = 16_384
     heads: int = 8
@@ -53,7 +54,10 @@ class SpeedOptions:
 
 
 def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
-    """Run one rank's part: the gate, the rounds, the stages. Return laps of each baseline by pass and round."""
+    """Run this rank: the gate, the rounds, and a round of ours by stage.
+
+    Return the laps of each baseline by pass and round, the errors of the gate, and the seconds of the stages.
+    """
     options = SpeedOptions(**spec)
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     shape = options.heads, options.kv_heads, options.head_dim, torch.float32
@@ -87,7 +91,10 @@ def on_rank(ring: Ring, **spec: Any) -> dict[str, Any]:
 
 
 def _staged(ring: Ring, ours: OurRing) -> dict[str, dict[str, float]]:
-    """Return the seconds of this rank by pass and stage in one more round; `all` is the pass before any barrier."""
+    """Run another round and return the seconds of this rank by pass and stage.
+
+    `all` is the time of the whole pass, without waiting at a barrier at its end.
+    """
     by_pass = {}
     for name in PASSES:
         ring.barrier()
@@ -104,7 +111,7 @@ Samples = dict[str, dict[str, list[Sample]]]
 
 
 def speed_table(options: SpeedOptions, by_baseline: Samples) -> Table:
-    """Return a table of times and ratios; above 1 means that ours is faster."""
+    """Return a table of times and ratios. A ratio above 1 means that ours is faster."""
     ours = next(name for name in by_baseline if name.startswith("ringattn"))
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "
@@ -178,7 +185,7 @@ STAGES = ("block kernel", "merge", "pack", "add dK/dV", "post messages", "wait f
 
 
 class _TimedTicket:
-    """A work handle whose wait is timed as waiting."""
+    """A work handle that counts the time of its wait as the stage "wait for messages"."""
 
     def __init__(self, ticket: WorkHandle, timed: Callable[..., Any]) -> None:
         self._wait = timed("wait for messages", ticket.wait)
@@ -189,10 +196,10 @@ class _TimedTicket:
 
 @contextmanager
 def stages(ring: Ring) -> Iterator[dict[str, float]]:
-    """Collect this rank's seconds by stage inside the block, on torch's CPU flash engine.
+    """Yield this rank's seconds by stage, which are collected within the block. The engine must be torch's CPU flash.
 
-    Only one block per process can be active: the wrapped functions belong to the process, so ranks that are threads
-    cannot each have a block.
+    Only one block per process can be active, because it replaces functions of the whole process. Ranks that are threads
+    can therefore not use it at the same time.
     """
     seconds = dict.fromkeys(STAGES, 0.0)
 

@@ -1,4 +1,4 @@
-"""Counts the memory of tensors operator by operator, to compare it with the prediction of a plan or a formula."""
+"""Count the memory of tensors at each operator, to compare it with the prediction of a plan or a formula."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ Scratch = Callable[[Any, tuple[Any, ...]], int]
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts tensor memory while it is active: `live_bytes` now, and `peak_bytes`, the highest value so far.
+    """A meter of tensor memory, which counts while it is active.
 
-    Guarantees: a storage that an operation of this thread returns counts once, until nothing refers to it, however many
-    views it has; storages that existed before do not count. Not covered: resized storages (`resize_`); memory that a
-    kernel allocates and frees within one call, unless `scratch_bytes` returns its size. The bookkeeping is that of
-    torch's `torch.distributed._tools.mem_tracker.MemTracker`, which handles modules and optimizers but not threads.
+    `live_bytes` is the present value, and `peak_bytes` the highest so far. Guarantees: a storage that an operation of
+    this thread returns is counted once, whatever its number of views, until nothing refers to it. Storages that existed
+    before are not counted. Not covered: resized storages (`resize_`), and memory that a kernel allocates and frees
+    within one call, unless `scratch_bytes` returns its size. The bookkeeping follows torch's
+    `torch.distributed._tools.mem_tracker.MemTracker`, which handles modules and optimizers but not threads.
     """
 
     def __init__(self, scratch_bytes: Scratch | None = None) -> None:
-        """`scratch_bytes`: counted in addition to what is live when the operator returns."""
+        """Start at 0. `scratch_bytes` returns the bytes of an operator to count in addition to the live bytes."""
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self._scratch_bytes = scratch_bytes
@@ -32,7 +33,10 @@ class StorageMeter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled code compiled; otherwise overlapping meters of two threads leave a torch flag set for good."""
+        """Return True, which keeps compiled code compiled.
+
+        Otherwise, overlapping meters of two threads would leave a flag of torch set permanently.
+        """
         return True
 
     def __torch_dispatch__(
@@ -49,7 +53,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def restart(self) -> None:
-        """Forget the peak so far; live storages stay counted."""
+        """Reset the peak to the present value. Live storages remain counted."""
         self.peak_bytes = self.live_bytes
 
     def _add(self, storage: torch.UntypedStorage, counted: bool) -> None:

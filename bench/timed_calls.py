@@ -1,6 +1,6 @@
-"""Attention calls for comparing measured and predicted times: as calls on random inputs, and as the plans that run.
+"""Attention calls for comparing measured and predicted times: calls on random inputs, and the plans that they run.
 
-Guarantees: every shape is exact at a small size on the same ranks before any is timed; shapes are timed in turns.
+Guarantees: no shape is timed unless all are exact at a small size on the same ranks. Shapes are timed in turns.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ GATE_TOKENS_PER_RANK = 64
 
 
 class Shape(NamedTuple):
-    """One attention call in float32. `window`: keys before the query, 0 for all; `dilated`: LongNet's branches.
+    """One attention call in float32.
 
-    `documents`: tokens of each packed document; empty: one sequence.
+    `window` is the number of keys before the query, 0 for all. `dilated` selects LongNet's branches. `documents` has
+    the number of tokens of each packed document; it is empty for a single sequence.
     """
 
     tokens: int
@@ -49,7 +50,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def read(cls, fields: Sequence[Any]) -> Shape:
-        """Read a shape from JSON, which has no tuples."""
+        """Return the shape whose fields were read from JSON, which has lists instead of tuples."""
         values: list[Any] = [*fields[:-1], tuple(fields[-1])]
         return cls._make(values)
 
@@ -62,12 +63,12 @@ class Shape(NamedTuple):
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
-        """Cumulative lengths of the documents."""
+        """Return the boundaries of the documents, or None for a single sequence."""
         return tuple(accumulate(self.documents, initial=0)) if self.documents else None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the call and of its reference."""
+        """Return the keyword arguments of the call, which its reference takes too."""
         if self.dilated:
             lengths = [self.tokens // 8, self.tokens // 2, self.tokens]
             return {"segment_lengths": lengths, "dilation_rates": [1, 2, 4], "causal": self.causal}
@@ -75,7 +76,7 @@ class Shape(NamedTuple):
 
     @property
     def call(self) -> str:
-        """The call without its schedule."""
+        """Return a text that describes the call without its schedule."""
         mask = "dilated" if self.dilated else "full" if not self.causal else "causal"
         mask += f", window {self.window}" if self.window else ""
         mask += f", {len(self.documents)} documents" if self.documents else ""
@@ -86,7 +87,7 @@ class Shape(NamedTuple):
 
 
 class TimedCall:
-    """A shape with random inputs on this rank."""
+    """A call of a given shape on random inputs, on this rank."""
 
     def __init__(self, ring: Ring, shape: Shape) -> None:
         self.ring, self.shape = ring, shape
@@ -98,7 +99,7 @@ class TimedCall:
         self.qkv = [x.requires_grad_() for x in qkv]
 
     def forward(self) -> None:
-        """Attend."""
+        """Run the forward pass and keep its output."""
         attend: Callable[..., Tensor] = self.ring.dilated_attention if self.shape.dilated else self.ring.attention
         self.out = attend(*self.qkv, self.seq, schedule=self.shape.schedule, **self.shape.options)
 
@@ -107,9 +108,9 @@ class TimedCall:
         self.grads = torch.autograd.grad(self.out, self.qkv, self.dout)
 
     def gate(self) -> float:
-        """Return the largest error of this rank against a dense float64 reference.
+        """Run both passes, and return the largest error of this rank compared with a dense float64 reference.
 
-        Raises `GateError` beyond the bound.
+        Raises `GateError` if the error exceeds the bound.
         """
         self.forward()
         self.backward()
@@ -126,7 +127,7 @@ class TimedCall:
 
 
 def timed(ring: Ring, shapes: Sequence[Shape], repeats: int) -> dict[str, Any]:
-    """Run one rank's part: the gate, then all shapes in turns. Return laps by shape, pass and round."""
+    """Run this rank: the gate, then all shapes in turns. Return the laps by shape, pass and round, and the error."""
     say: Callable[[str], None] = (lambda line: print(line, flush=True)) if ring.rank == 0 else (lambda line: None)
     say(f"{ring.world_size} ranks, gate: small problems against a dense float64 softmax")
     error = max(TimedCall(ring, shape.small(ring.world_size)).gate() for shape in shapes)
@@ -164,7 +165,7 @@ def plans_of(shape: Shape, ranks: int, backward: bool, cluster: Cluster = REFERE
 
 
 def processor_s(plans: tuple[Plan, ...], cluster: Cluster) -> float:
-    """Predict the processor seconds of the busiest rank: its compute at full speed, and the copies of what it sends."""
+    """Return the predicted processor seconds of the busiest rank: compute at full speed, and copies of sent bytes."""
     busy = simulate(plans, replace(cluster, cores=None)).busy_us
     carried = (plan.bytes_sent / cluster.bandwidth * cluster.wire_cores for plan in plans)
     return max(us / 1e6 + s for us, s in zip(busy, carried, strict=True))

@@ -1,8 +1,9 @@
 """The memory of training: the peak of a rank for combinations of recompute, optimizer and ring size.
 
-`python -m ringattn.bench.training_memory`. Each row is `ringattn train`'s own loop in fresh processes: the growth of
-the resident size from before the model exists to the end, for the rank with the most; the growth of torch's storages;
-and the prediction. Before anything is printed, losses are compared between rows that must have the same ones.
+Run `python -m ringattn.bench.training_memory`. For each row, the training loop of `ringattn train` runs in new
+processes. The row has the growth of the resident size from before the model exists to the end, for the rank with the
+most; the growth of torch's storages; and the prediction. Before anything is printed, the losses of rows that must be
+equal are compared.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ SAME_LOSS = 1e-5
 
 @dataclass(frozen=True)
 class TrainingMemoryOptions:
-    """A decoder in float32.
+    """The options of the benchmark, which trains a float32 decoder for two steps.
 
-    Two steps, so that the second includes the optimizer state. The first `combinations` run.
+    The second step includes the optimizer state. Only the first `combinations` of `COMBINATIONS` run.
     """
 
     length_tokens: int = 2048
@@ -79,7 +80,7 @@ def arguments_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
 
 
 def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
-    """Return the peak of the largest rank as the capacity planner predicts it."""
+    """Return the peak that the capacity planner predicts for the rank that needs the most."""
     sizes = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
     whole = TrainingSetup(
         ModelShape(*sizes, BYTES, tied=True), options.length_tokens, run.ranks, precision="fp32",
@@ -89,12 +90,12 @@ def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
 
 
 def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
-    """Train on this rank of a new process with `arguments` (key=value of `ringattn train`), under two meters at once.
+    """Train on this rank with `arguments` (key=value of `ringattn train`), and measure memory by two meters.
 
-    Returns peak growth of resident memory and of torch's storages, the bytes between steps (`kept_bytes`), all in
-    bytes, and the losses.
+    The process must be new. Return the peak growth of resident memory and of torch's storages, the bytes that remain
+    between steps (`kept_bytes`), and the losses.
     """
-    # Otherwise glibc keeps freed tensors in its heap, and the resident size includes earlier use.
+    # Without this, glibc would keep freed tensors in its heap, and the resident size would include earlier use.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
     with StorageMeter() as storages:
         result = train(ring, load_train(arguments))
@@ -107,12 +108,13 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """Measure every combination; return one record for each."""
+    """Measure each combination, and return one record for each."""
     records = []
     for run in COMBINATIONS[: options.combinations]:
         name = f"{run.recompute}, {run.optimizer}, {run.ranks} ranks"
         say(name)
-        # Over shm a process also has buffers of other ranks resident, and copies of what it sends from ordinary memory.
+        # Use gloo. Over shm, the resident memory of a process would include buffers of other ranks and copies of sent
+        # tensors.
         by_rank = run_in_processes(run.ranks, PROGRAM, {"arguments": arguments_of(run, options)}, say, transport="gloo")
         records.append({**run._asdict(), "predicted_bytes": predicted_bytes(run, options), "by_rank": by_rank})
         check_losses(records, name)
@@ -120,7 +122,10 @@ def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
 
 
 def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
-    """Raise `GateError` unless the losses before the optimizer's first effect equal those of the first record."""
+    """Raise `GateError` unless the losses of the last record equal those of the first.
+
+    With another optimizer, only the loss of the first step is compared.
+    """
     first, last = records[0], records[-1]
     same = 2 if last["optimizer"] == first["optimizer"] else 1
     for rank in last["by_rank"]:
