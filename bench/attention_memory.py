@@ -252,7 +252,7 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def weigh(options: AttentionMemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """Measure each configuration in new processes, and return one record for each."""
+    """Measure every configuration in fresh processes; return one record for each."""
     records = []
     for case in drawn(options.configurations, options.seed):
         say(f"{case.ranks} ranks: {case}")
@@ -274,10 +274,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def attention_scratch_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that torch's CPU flash kernels allocate within a call; 0 for other operators.
-
-    See `ringattn.engine.aten`.
-    """
+    """Return what torch's CPU flash kernels allocate in a call (see `ringattn.engine.aten`); 0 for other operators."""
     aten = torch.ops.aten
     if func == aten._scaled_dot_product_flash_attention_for_cpu.default:
         q, k = args[:2]

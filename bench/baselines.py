@@ -123,7 +123,7 @@ class TorchRing:
     heads = kv_heads = ALL
 
     def __init__(self, ring: Ring, rotate: str) -> None:
-        """Initialize torch's default process group if it does not exist yet."""
+        """Initialise torch's default process group if it does not exist yet."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.name = f"torch ring ({rotate})"

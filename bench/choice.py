@@ -99,7 +99,7 @@ def flops(shape: Shape) -> float:
 
 
 def distinct_schedules(call: Shape, ranks: int) -> tuple[Shape, ...]:
-    """Return the call with each schedule that supports it. Of schedules with the same plans, only the first is kept."""
+    """Return the call with every schedule that supports it; of schedules with the same plans, only the first."""
     distinct: list[tuple[Shape, list[Any]]] = []
     for name in ROUTES:
         shape = call._replace(schedule=name)

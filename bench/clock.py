@@ -18,7 +18,7 @@ QUIET = 0.05
 
 
 class Lap(NamedTuple):
-    """The seconds that one rank's work took. `busy_s` counts all processors and programs; it is 0 if unknown."""
+    """Seconds of one rank's piece of work. `busy_s` counts all processors and programs; 0 if unknown."""
 
     wall_s: float
     cpu_s: float

@@ -116,7 +116,7 @@ class SimRank:
         self.health.round(time.monotonic())
 
     def open(self) -> None:
-        """Run the part of the rendezvous that uses the store, before and after the communicators are created."""
+        """Run the store's part of the rendezvous, before and after the communicators are created."""
         arrival = Arrival(self.rank, f"node{self.rank // NODE}", f"GPU-{self.rank}", 22809, "0", True, NcclOptions())
         deadline = Deadline(OPENING_S)
         meet(self.control, arrival, self._locations, deadline, lambda: None)
@@ -176,7 +176,7 @@ class Rounds:
             self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread. This must happen before the host of the store ends."""
+        """Stop the thread. Call it before the host of the store ends."""
         self.ended.set()
         self._thread.join(5.0)
 
@@ -196,7 +196,7 @@ class Rounds:
 def _together(
     members: Sequence[SimRank], start_s: float, body: Callable[[SimRank], Any]
 ) -> list[tuple[int, float, Any]]:
-    """Run `body` for all ranks at the same time, each on a thread; return (rank, seconds after `start_s`, result)."""
+    """Run `body` for all ranks at once, each on a thread; return (rank, seconds after `start_s`, result) of each."""
     results: list[tuple[int, float, Any]] = []
 
     def run(member: SimRank) -> None:

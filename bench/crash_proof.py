@@ -44,7 +44,7 @@ class Budget:
 
 
 class Worker:
-    """A process that runs one job after another."""
+    """A process that does one job after another."""
 
     def __init__(self) -> None:
         self._running: tuple[BaseProcess, Connection] | None = None
@@ -56,9 +56,9 @@ class Worker:
         self.close()
 
     def ask(self, job: Callable[..., Any], *arguments: Any, limit_s: float) -> Any:
-        """Run `job(*arguments)` in the process and return its result. `job` must be importable by name.
+        """Return `job(*arguments)`, where `job` is importable by name. The limit includes the start of a new process.
 
-        The limit includes the start of a new process. Raises JobFailed if there is no result.
+        Raises JobFailed if there is no result.
         """
         process, connection = self._running = self._running or _start_process()
         connection.send((job, arguments))

@@ -117,7 +117,7 @@ def open_gate(ring: Ring) -> None:
 
 
 def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
-    """Run one rank. It sends "now" when the fault happens, then an `Answer`, and exits as a program would."""
+    """Run one rank. Send "now" when the fault happens, then an `Answer`, and exit as a program would."""
     if seat.namespace:
         enter(seat.namespace)
     os.environ.update(
@@ -200,7 +200,7 @@ class _Rank:
         self.answer.kind, self.answer.message, self.answer.at_s = kind, message, time.monotonic()
 
     def _watch_waits(self) -> None:
-        """Record the start of each wait of the transport, because each wait has a separate deadline."""
+        """Record when each wait of the transport begins, because each has a separate deadline."""
         transport = self.ring.transport
         for name in ("await_both", "_finish"):
             if hasattr(transport, name):

@@ -331,7 +331,7 @@ def free_port() -> int:
 
 
 def start_forkserver() -> None:
-    """Let the processes be forked from a server that has already imported torch."""
+    """Fork the processes from a server that has already imported torch."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # torch's own traces of lost stores
     multiprocessing.get_context("forkserver").set_forkserver_preload(["ringattn.bench.fault_ranks"])
 

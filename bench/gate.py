@@ -70,7 +70,7 @@ def random_inputs(length: int, heads: int, kv_heads: int, head_dim: int, dtype: 
 
 
 def reference(inputs: Inputs) -> Answer:
-    """Compute dense causal attention and its gradients in float64, with simple code."""
+    """Compute dense causal attention and its gradients in float64, written for clarity."""
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     group, tokens = q.shape[2] // k.shape[2], q.shape[1]
     scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(group, 2)) * q.shape[3] ** -0.5

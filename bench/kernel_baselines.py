@@ -33,7 +33,7 @@ Work = Callable[[], Any]
 
 
 class Inputs(NamedTuple):
-    """The inputs of one call, each of shape (batch, tokens, heads, dim)."""
+    """Tensors of shape (batch, tokens, heads, dim)."""
 
     q: Tensor
     k: Tensor
@@ -55,7 +55,7 @@ class KernelBaseline(NamedTuple):
 
 
 def make_inputs(batch: int, tokens: int, heads: int, dim: int, dtype: str, k_tokens: int | None = None) -> Inputs:
-    """Return random inputs. `k_tokens` is the number of tokens of k and v, by default that of q."""
+    """Return random inputs. `k_tokens`: tokens of k and v, by default those of q."""
     shapes = [(batch, n, heads, dim) for n in (tokens, k_tokens or tokens, k_tokens or tokens, tokens)]
     return Inputs(*(torch.randn(shape, device=DEVICE, dtype=getattr(torch, dtype)) for shape in shapes))
 

@@ -41,7 +41,7 @@ class KernelCode(NamedTuple):
     ptx: str
 
     def resident(self, arch: int) -> int:
-        """Return how many thread blocks can be resident on an SM at the same time."""
+        """Return how many thread blocks an SM holds at once."""
         registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
         shared = SHARED_BYTES[arch] // (self.shared_bytes + RESERVED_BYTES)
         return max(1, min(registers, shared, THREADS[arch] // self.threads))

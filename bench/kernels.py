@@ -43,7 +43,7 @@ MOST_FAILURES = 2
 
 
 class Results:
-    """The figures measured so far, which `keep` writes to files."""
+    """The figures measured so far; `keep` writes them."""
 
     def __init__(self, options: KernelJobsOptions) -> None:
         self.options = options
@@ -183,13 +183,13 @@ class KernelJobsOptions:
 
 
 def attention_flops(inputs: Inputs, tokens: int, mask: str) -> float:
-    """Return the FLOPs of forward: 4 per visible pair and element of a head. Backward takes 2.5 times as many."""
+    """Return the FLOPs of forward: 4 per visible pair and element of a head. Backward takes 2.5 times that."""
     pairs = tokens * tokens if mask == "full" else tokens * (tokens + 1) // 2
     return 4.0 * inputs.q.shape[0] * inputs.q.shape[2] * inputs.q.shape[3] * pairs
 
 
 def gate(options: KernelJobsOptions, name: str) -> str | None:
-    """Return why an implementation must not be timed, or None if its results are right."""
+    """Return why an implementation must not be timed, or None."""
     return check_baseline(implementation(name, options.head_dim, options.dtype), options.head_dim, options.dtype)
 
 
@@ -262,7 +262,7 @@ def ring_steps(options: KernelJobsOptions, name: str) -> dict[str, float]:
 
 
 def launch_costs() -> dict[str, float]:
-    """Return the host's microseconds for one engine call, and for one call within the replay of a captured graph."""
+    """Return the host's microseconds for one engine call, and per call in the replay of a captured graph."""
     engine = TritonEngine()
     inputs = make_inputs(1, 64, 2, 64, "bfloat16")
     q, k, v = (x.transpose(0, 1) for x in inputs[:3])

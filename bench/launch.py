@@ -61,11 +61,11 @@ class StubDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        """Return the attribute `device`, which callers may set."""
+        """Return `device`, which may be set."""
         return self.device
 
     def get_current_stream(self, device: int) -> int:
-        """Return the attribute `stream`, which callers may set."""
+        """Return `stream`, which may be set."""
         return self.stream
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
@@ -106,7 +106,7 @@ def per_call_us(work: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def calls_to_time() -> dict[str, Callable[[], Any]]:
-    """Return the calls to time, by name. This replaces the driver of the process by a `StubDriver`."""
+    """Return the calls to time, by name. Replaces the process's driver by a `StubDriver`."""
     driver.set_active(StubDriver(90))
     q, kv, state, inputs, dq, dkv = operands()
     call, kept = describe_call(q, kv, state), Kept()

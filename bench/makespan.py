@@ -67,7 +67,7 @@ def work_of(blocks: Blocks) -> Ints:
 
 
 def order(block_count: int, heads: int, section: int) -> Ints:
-    """Return the block and head of each item, as an (items, 2) array in the order of `attention_tiles.item_of`."""
+    """Return an (items, 2) array: block and head of each item, in the order of `attention_tiles.item_of`."""
     return np.array(
         [
             (block, head)
@@ -79,7 +79,7 @@ def order(block_count: int, heads: int, section: int) -> Ints:
 
 
 def items_of(launch: Launch, section: int) -> Ints:
-    """Return the work of each item, in grid order. It is 0 for a head that the block does not have."""
+    """Return the work of each item, in grid order; 0 for a head that the block does not have."""
     block_and_head = order(len(launch.blocks.blocks), launch.heads, section)
     slot = block_and_head[:, 1] % max(launch.blocks.slots, 1)
     return work_of(launch.blocks)[block_and_head[:, 0]] * (slot < launch.blocks.blocks[block_and_head[:, 0], 4])
@@ -159,7 +159,7 @@ def figures(launch: Launch, gpu: Gpu) -> dict[str, float]:
 
 
 def all_steps() -> dict[str, dict[str, float]]:
-    """Return the figures of all steps. The keys are texts "step, tokens, side, multiprocessors"."""
+    """Return the figures of all steps, by "step, tokens, side, multiprocessors"."""
     return {
         f"{name}, {tokens}, {side}, {gpu.multiprocessors}": figures(launch, gpu)
         for name, tokens in STEPS

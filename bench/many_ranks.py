@@ -48,7 +48,7 @@ def open_ring(case: Case) -> Ring:
 
 
 def finish(ring: Ring) -> None:
-    """Wait until all exchanges and all work of the device have finished."""
+    """Wait until exchanges and the device have finished."""
     ring.synchronize()
     if ring.device.type == "cuda":
         torch.cuda.synchronize()
@@ -87,7 +87,7 @@ def bind_ring_hop(ring: Ring, nbytes: int) -> Callable[[], Any]:
 
 
 def hop(case: Case) -> Any:
-    """Return the microseconds and GB/s of a hop, by its bytes."""
+    """Return microseconds and GB/s of a hop, by bytes."""
     figures = {}
     with open_ring(case) as ring:
         for nbytes in case["bytes"]:

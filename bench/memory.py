@@ -137,7 +137,7 @@ def predicted(method: str, length: int, options: MemoryOptions) -> dict[str, int
 
 
 def _largest_arena(problem: Problem, schedule: str, backward: bool) -> int:
-    """Return the arena bytes of the rank whose plan needs the most."""
+    """Return the arena bytes of the rank whose plan needs most."""
     route = route_named(schedule)
     return max(plan_of(problem, route, rank, backward).arena_bytes for rank in range(problem.world_size))
 

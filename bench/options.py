@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def parse(defaults: T, arguments: Sequence[str]) -> T:
-    """Return `defaults` with the values from `arguments`. Each value is parsed as the type of its default."""
+    """Return `defaults` with the values from `arguments`; each value is parsed as the type of its default."""
     defaults_by_key = {field.name: getattr(defaults, field.name) for field in fields(defaults)}  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
     for argument in arguments:
@@ -31,7 +31,7 @@ def parse(defaults: T, arguments: Sequence[str]) -> T:
 
 
 def _read(key: str, text: str, default: Any) -> Any:
-    """Parse `text` as the type of `default`. Elements of tuples are separated by commas."""
+    """Parse `text` as the type of `default`; elements of tuples are separated by commas."""
     if isinstance(default, tuple):
         return tuple(_read(key, item, default[0]) for item in text.split(",") if item)
     if isinstance(default, bool):

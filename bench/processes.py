@@ -33,7 +33,7 @@ LAST_CHARACTERS = 3000
 def run_in_processes(
     world_size: int, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str = "auto"
 ) -> list[Any]:
-    """Run `target` ("module:function") as `function(ring, **spec)` in new processes; return the results by rank.
+    """Run `target` ("module:function") as `function(ring, **spec)` in fresh processes; return the results by rank.
 
     `spec` and the results are JSON. Raises `RingError` if a rank fails.
     """

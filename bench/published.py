@@ -106,7 +106,7 @@ def ring_rows() -> Iterator[Row]:
 
 
 def node_rows() -> Iterator[Row]:
-    """Yield the figures measured on four A800 nodes."""
+    """Yield the figures of four A800 nodes."""
     cluster, kernel, implementation = MACHINES["A800"], points.FA2_A100, points.TORCH_RING
     for (way, placement), published in points.ENGINE_ROWS.items():
         for tokens, ms in published.items():

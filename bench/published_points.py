@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
 
 
 def of_preset(name: str) -> Kernel:
-    """Return the kernel with the rates of the planner's preset `name`."""
+    """Return the kernel with the rates of a preset."""
     cluster = CLUSTERS[name]
     return Kernel(cluster.flops, cluster.backward_flops or cluster.flops)
 

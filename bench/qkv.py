@@ -127,7 +127,7 @@ def ours(backend: Backend) -> Forward:
 
 
 def eager(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the projection in the way a model in plain torch does."""
+    """Compute the projection as a model in plain torch does."""
     dim, kv_rows = inputs.head_dim, (inputs.weight.shape[0] - inputs.cut) // 2
     raw = F.linear(inputs.x, inputs.weight).split((inputs.cut, kv_rows, kv_rows), -1)
     q, k, v = (heads.unflatten(-1, (-1, dim)) for heads in raw)
@@ -188,7 +188,7 @@ def _error(x: Tensor, reference: Tensor) -> float:
 
 
 def times(options: QkvOptions, model: int, name: str) -> dict[str, Any]:
-    """Return the microseconds of one implementation, forward and backward."""
+    """Return the microseconds of one implementation."""
     inputs, forward = make_inputs(options, model, options.tokens), BASELINES[name]
     outputs = forward(inputs)
     return {

@@ -114,7 +114,7 @@ def _page(name: str, options: Any, tables: Sequence[Table]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Format the minimum, median and maximum of figures."""
+    """Format the minimum, median and maximum."""
     return " / ".join(f"{value:.{digits}f}" for value in (min(values), median(values), max(values)))
 
 

@@ -47,7 +47,7 @@ _SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),")
 
 
 class Instruction(NamedTuple):
-    """One instruction. `high` is the upper 64 bits of its encoding, or 0 if they were not printed."""
+    """One instruction. `high`: the upper 64 bits of its encoding, 0 if they were not printed."""
 
     opcode: str
     operands: str

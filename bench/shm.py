@@ -184,7 +184,7 @@ def calls_table(tokens: int, by_baseline: dict[str, dict[str, list[float]]]) -> 
 
 
 def calls_verdict(by_baseline: dict[str, dict[str, list[float]]]) -> str:
-    """Return the verdict: missed if ours is certainly slower than torch's ring, open if the rounds do not decide."""
+    """Return the verdict: missed if ours is certainly slower than torch's ring, open if the rounds cannot decide."""
     torch_ring = next(by_pass for baseline, by_pass in by_baseline.items() if baseline.startswith("torch"))
     ratios = {name: paired(by_baseline[OURS][name], torch_ring[name]) for name in PASSES}
     verdicts = {ratio.verdict for ratio in ratios.values()}

@@ -59,7 +59,7 @@ def copying(transport: ShmTransport, nbytes: int) -> Way:
 
 
 def exchanges(way: Way) -> list[float]:
-    """Return the seconds of each exchange in a series on this rank. Each exchange synchronizes the ranks."""
+    """Return the seconds of each exchange of a series on this rank. Each exchange synchronises the ranks."""
     _check(way)
     times = []
     for _ in range(max(LEAST, min(MOST, BYTES_PER_SERIES // len(way.sent)))):

@@ -102,7 +102,7 @@ def samples_of(folder: Path, rank: int) -> Samples:
 
 
 def judge(ranks: Sequence[Samples]) -> list[str]:
-    """Return one sentence for each resource that grew beyond the bar."""
+    """Return one sentence for everything that grew beyond the bar."""
     complaints = []
     for rank, samples in enumerate(ranks):
         third = len(samples) // 3

@@ -111,7 +111,7 @@ Samples = dict[str, dict[str, list[Sample]]]
 
 
 def speed_table(options: SpeedOptions, by_baseline: Samples) -> Table:
-    """Return a table of times and ratios. A ratio above 1 means that ours is faster."""
+    """Return a table of times and ratios; above 1 means that ours is faster."""
     ours = next(name for name in by_baseline if name.startswith("ringattn"))
     table = Table(
         f"{options.length_tokens} tokens, heads {options.heads}:{options.kv_heads} of {options.head_dim}, float32, "

@@ -108,7 +108,7 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
-    """Measure each combination, and return one record for each."""
+    """Measure every combination; return one record for each."""
     records = []
     for run in COMBINATIONS[: options.combinations]:
         name = f"{run.recompute}, {run.optimizer}, {run.ranks} ranks"

@@ -38,7 +38,7 @@ from ringattn.kernels.launch import Config
 
 
 def with_config(case: Case, config: Config) -> TritonEngine:
-    """Return an engine that uses `config` for the kernel of the case, and the table's entries for other kernels."""
+    """Return an engine that uses `config` for the kernel of the case, and the table's entries for the others."""
     configs: Configs = configs_for(architecture(torch.device(DEVICE)), torch.bfloat16, case.dim, case.form)
     return TritonEngine(configs._replace(**{case.kernel: config}), deterministic=case.kernel != "grad_fused")
 
@@ -227,10 +227,10 @@ def entry(case: Case) -> Config:
 
 
 class Results:
-    """The candidates tried so far, by case, in the order in which they were tried."""
+    """The candidates tried so far, by case, in the order of the trials."""
 
     def __init__(self, options: TuneOptions) -> None:
-        """Load the saved results if they were measured on the same device with the same sizes and kernels."""
+        """Load the saved results if they are of the same device, sizes and kernels."""
         self.options = options
         self.rows: dict[Case, list[Timed]] = {}
         self.facts = device_facts() | {"kernels": sources(), "sizes": list(options.sizes)}

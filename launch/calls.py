@@ -90,7 +90,7 @@ SoftmaxKeys: Any = make_dataclass(
 
 @dataclass
 class MaskedCallConfig(SoftmaxKeys, CallConfig):
-    """One attention call with any mask: also the options of the softmax, `mask`, documents and dilated branches."""
+    """One attention call with any mask. It adds the options of the softmax, `mask`, documents and dilated branches."""
 
     mask: str | None = option(None, "prefix:N, chunked:N or global_tokens:N, in tokens; goes with causal and window")
     documents: int = option(1, "documents of equal length", least=1)
@@ -105,7 +105,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
 
     @property
     def dilated(self) -> bool:
-        """Return whether the call is one of `Ring.dilated_attention`."""
+        """Return whether the call is `Ring.dilated_attention`."""
         return self.segment_lengths is not None
 
     def check(self) -> None:

@@ -124,7 +124,7 @@ def parse(overrides: Sequence[str], known: Collection[str] = ()) -> list[Overrid
 
 
 def swept(overrides: Sequence[str], known: Collection[str] = ()) -> list[str]:
-    """Return the keys to which a word gives several values (`key=1,2`), in order. For `known` see `parse`."""
+    """Return the keys that have several values (`key=1,2`), in order. `known`: see `parse`."""
     return [override.key_or_group for override in parse(overrides, known) if override.is_sweep_override()]
 
 
@@ -249,7 +249,7 @@ def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], l
 
 
 def _wrong_key(error: BaseException, schema: Any) -> str:
-    """Return a message about a key that `schema` does not have, with the nearest key. Empty for other errors."""
+    """Return a message about a key that `schema` does not have, with the nearest one. Empty for other errors."""
     match = re.search(r"Key '(.+)' not in ", f"{error} {error.__cause__}")
     return str(no_such_key(match[1], keys_of(schema))) if match else ""
 

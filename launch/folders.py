@@ -169,7 +169,7 @@ def check_output(key: str, path: str, kind: str) -> None:
 
 
 def save_picture(figure: Figure, path: str | Path, dpi: int) -> None:
-    """Write a figure to `path`, in the format that the suffix names, and close it. Raises `OSError`."""
+    """Write a figure to `path`, in the format of its ending, and close it. Raises `OSError`."""
     import matplotlib.pyplot as plt
 
     picture = io.BytesIO()

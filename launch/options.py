@@ -99,7 +99,7 @@ def check_limits(config: Any) -> None:
 
 
 def check_choice(key: str, value: Any, limits: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the option has choices and `value` is not one of them."""
+    """Raise `InputError` if the option has choices, and `value` is not one of them."""
     if choices := limits.get("choices"):
         form = re.sub(r":(N|[1-9][0-9]*)$", lambda number: ":" if number[1] == "N" else ":N", str(value))
         if form not in choices:
@@ -172,7 +172,7 @@ def wrapped(text: str) -> list[str]:
 
 
 def _command(line: str, width: int, indent: str) -> list[str]:
-    """Return a command in lines, each except the last with a backslash at its end."""
+    """Return the lines of a command, each but the last with a backslash at its end."""
     if len(line) <= width:
         return [line]
     *first, last = _filled(line, width - 2, indent)

@@ -20,7 +20,7 @@ from ringattn.observe.files import full_disk, write_file
 
 
 def main(job: Path) -> int:
-    """Run the job described by the file `job` as the rank that the environment names. Return the exit code."""
+    """Run the job described by the file `job` as the rank that the environment names. Returns the exit code."""
     end_with_parent(int(os.environ[LAUNCHER]))
     rank, folder = int(os.environ["RANK"]), job.parent
     described: dict[str, Any] = json.loads(job.read_text(encoding="utf-8"))

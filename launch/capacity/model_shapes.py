@@ -152,7 +152,7 @@ class ModelShape:
 
 
 def _gpt(layers: int, width: int, heads: int) -> ModelShape:
-    """Return a GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1), tied, with GPT-2's 50257 tokens."""
+    """Return a GPT-3 shape (Brown et al. 2020, arXiv:2005.14165, table 2.1) with GPT-2's 50257 tokens, tied."""
     return ModelShape(layers, width, heads, heads, 4 * width, 50257, True, "gelu")
 
 

@@ -409,7 +409,7 @@ class StepTime(NamedTuple):
 def ring_bytes(run: TrainingSetup) -> float:
     """Return the bytes that a rank sends for attention per micro batch: K and V in forward; K, V and dK/dV in backward.
 
-    The figure is an upper bound for all schedules. If attention is recomputed, the messages of its forward count twice.
+    This is an upper bound for all schedules. If attention is recomputed, its forward counts twice.
     """
     rows = run.rank_tokens * 2 * run.model.kv_width / run.tensor_ranks
     forward, sums = rows * run.numbers.activation, rows * run.numbers.wide

@@ -97,7 +97,7 @@ class Kept(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum of bytes if nothing is packed."""
+        """Return all bytes if nothing is packed."""
         return self.floats + self.other
 
 
@@ -337,12 +337,12 @@ class StagingBytes(NamedTuple):
 
     @property
     def arena(self) -> float:
-        """Return the bytes of the one arena, which all passes of all layers use in turn."""
+        """Return the bytes of the arena, which all passes of all layers use one after another."""
         return max(self.forward, self.backward)
 
 
 def staging_bytes(run: TrainingSetup) -> StagingBytes:
-    """Return the bytes of attention's buffers on the rank that needs the most, for one layer."""
+    """Return the bytes of the buffers of one layer's attention, on the rank that needs the most."""
     attention, ranks, shape = run.attention, run.ranks, run.model
     if ranks == 1:
         return StagingBytes(0, 0, 0, "none")
@@ -492,7 +492,7 @@ class TrainingSetup(TrainingSwitches):
 
     @property
     def kept_tokens(self) -> float:
-        """Return the tokens for which a rank keeps activations. Sequence parallelism shards them over tensor ranks."""
+        """Return the tokens for which a rank keeps activations: sequence parallelism shards them over tensor ranks."""
         return self.rank_tokens / self.tensor_ranks
 
     @property

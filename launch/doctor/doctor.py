@@ -390,7 +390,7 @@ ANCESTORS = ((0, "one board"), (10, "one PCIe switch"), (20, "several PCIe switc
 
 
 def package_versions() -> dict[str, str | None]:
-    """Return the versions of packages by name; None for a missing package. cupy has the name of its wheel."""
+    """Return the versions of packages by name, None for missing ones; cupy under the name of its wheel."""
     cupy = next(((name, version) for name in CUPY if (version := installed(name))), ("cupy", None))
     return {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}, cupy[0]: cupy[1]}
 

@@ -237,7 +237,7 @@ def read_records(folder: Path) -> dict[int, Mapping[str, Any]]:
 
 
 def _not_a_record(record: Any) -> str | None:
-    """Return why the content of a file was not written by `FlightRecord.dump`, or None if it was."""
+    """Return why the content of a file is not a record of `FlightRecord.dump`, or None if it is one."""
     if wrong := _lacks(record, RECORD):
         return wrong
     if not 0 <= record["rank"] < record["world_size"] <= MOST_RANKS:

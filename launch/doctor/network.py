@@ -83,7 +83,7 @@ class Network:
 
 
 def network(facts: Network, environment: Mapping[str, str], nccl_version: int) -> list[Finding]:
-    """Return all findings about the network. Findings about NCCL are included only if there are GPUs."""
+    """Return all findings about the network; those about NCCL only if there are GPUs."""
     findings = [*ports(facts), *mtu(facts), *named(facts, environment)]
     if facts.ports:
         findings += [memlock(facts), *rails(facts, environment)]
@@ -166,7 +166,7 @@ def named(facts: Network, environment: Mapping[str, str]) -> list[Finding]:
 def _chosen(
     variable: str, environment: Mapping[str, str], present: Sequence[str], usable: Sequence[str], kind: str, why: str
 ) -> list[Finding]:
-    """Check a variable that lists names or prefixes. A leading = marks exact names, and ^ names to leave out."""
+    """Check a variable that lists names or prefixes; = marks exact names, and ^ names to leave out."""
     value = environment.get(variable, "")
     if not value:
         return []

@@ -298,7 +298,7 @@ WHY = "each step of a ring waits for its slowest pair"
 
 
 def other_nodes(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the warnings and errors about the networks of the other nodes. The first rank of each node found them."""
+    """Return the warnings and errors about the networks of other nodes, which the first rank of each node found."""
     return [
         finding._replace(topic=f"{finding.topic}, {answer['host']}")
         for answer in answers

@@ -105,7 +105,7 @@ def description(by_rank: list[dict[str, Any]], spec: dict[str, Any]) -> dict[str
 
 
 def _errors(fit: Fit) -> dict[str, Any]:
-    """Return the relative differences between measured and fitted times."""
+    """Return the differences between measured and fitted times, as shares."""
     return {"median_error": fit.median_error, "greatest_error": max(map(abs, fit.errors)), "errors": fit.errors}
 
 
@@ -195,7 +195,7 @@ SOFTMAX_DIMS = range(0, 68, 4)
 
 
 class Sample(NamedTuple):
-    """One engine call and its measured time."""
+    """One engine call and its time."""
 
     shape: Shape
     backward: bool
@@ -246,7 +246,7 @@ def kernel_fit(samples: Sequence[Sample], copy_bytes_s: float, dtype: str) -> Fi
 
 
 def link_fit(nbytes: Sequence[int], seconds: Sequence[float]) -> Fit:
-    """Fit the latency and the bandwidth of messages."""
+    """Fit latency_s and bandwidth of messages."""
     taken = np.array(seconds)
     columns = np.stack([np.ones(len(nbytes)), np.array(nbytes, float)], 1)
     costs = least_squares(columns, taken, taken)

@@ -85,7 +85,7 @@ def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
 
 
 def _jobs(ring: ringattn.Ring) -> int:
-    """Return the number of threads per rank with which all ranks together have two threads per processor."""
+    """Return the threads per rank that give all ranks together two threads per processor."""
     return -(-2 * len(os.sched_getaffinity(0)) // ring.world_size)
 
 
@@ -134,7 +134,7 @@ def _empty_pass(ring: ringattn.Ring, dtype: str) -> Callable[[], Any]:
 
 
 def _rounds(rounds: int, shown: bool) -> Iterator[int]:
-    """Yield the numbers of the rounds and show progress: a bar on a terminal, about ten lines elsewhere."""
+    """Yield the rounds and show progress: a bar on a terminal, about ten lines elsewhere."""
     console = Console()
     if shown and console.is_terminal:
         yield from track(range(rounds), "calibrate", console=console)

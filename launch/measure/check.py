@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def checked(config: CheckConfig, place: Place | None) -> dict[str, Any]:
-    """Compare all cases on the ranks that `config` describes, and return the figures of rank 0."""
+    """Compare all cases on the ranks that `config` names, and return the figures of rank 0."""
     ranks = agreed_ranks(config.ranks or (None if place else DEFAULT_RANKS))
     spec = asdict(config)
     if place:
@@ -255,7 +255,7 @@ class Result(NamedTuple):
         return {**self.case._asdict(), "errors": errors, "bounds": bounds, "exact": self.exact}
 
     def row(self) -> str:
-        """Return the case as a line of the table."""
+        """Return the case's line of the table."""
         marks = "".join(f"{error:>10.1e}" for error in self.errors)
         return (
             f"{self.case.mask:<26}{self.case.layout:<14}{self.case.schedule:<12}{marks}{'' if self.exact else '  OVER'}"

@@ -91,7 +91,7 @@ NOT_CALIBRATED = (
 
 
 def own_cluster() -> Cluster | None:
-    """Return this machine's constants, or None if it is not calibrated or the file belongs to another kind of machine.
+    """Return this machine's constants, or None if it is not calibrated or the file is of another kind of machine.
 
     Raises `InputError` if `RINGATTN_CALIBRATION` names a file that cannot be read.
     """

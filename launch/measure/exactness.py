@@ -78,7 +78,7 @@ def reference_and_bounds(
 
 
 def error_of(got: Tensor, reference: Tensor) -> float:
-    """Return the largest absolute difference, or for half types the relative Frobenius norm of the difference."""
+    """Return the largest absolute difference; for half types the relative Frobenius norm of the difference."""
     if got.dtype in FULL_PRECISION_BOUND:
         return absolute_error(got, reference)
     return float((got.double() - reference).norm() / reference.norm())

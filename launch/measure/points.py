@@ -126,7 +126,7 @@ def _no_number(text: str) -> float:
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the last record of each hash in a folder, by hash; {} if no point has ended yet."""
+    """Return the records of a folder by hash, the last of each; {} if no point has ended yet."""
     try:
         return {record["hash"]: record for record in read_lines(folder) if record is not None}
     except FileNotFoundError:
@@ -189,7 +189,7 @@ class Folder:
             raise _not_recorded(self.path / POINTS, error) from error
 
     def collect(self) -> Iterator[dict[str, Any]]:
-        """Append the records that jobs have written, and yield them in the order in which they were written."""
+        """Append the records that jobs have left, and yield them in the order in which the jobs ended."""
         for file in sorted((self.path / ARRIVALS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
             record = json.loads(file.read_text(encoding="utf-8"))
             self.append(record)

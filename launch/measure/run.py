@@ -103,7 +103,7 @@ def load_here(overrides: Sequence[str], place: Place | None) -> RunConfig:
 
 
 def measured(composed: DictConfig) -> float:
-    """Measure a point for Hydra and print it. Return the total milliseconds of its passes, for sweepers to minimise."""
+    """Measure a point for Hydra and print it. Return the milliseconds of its passes, which a sweeper can minimise."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 

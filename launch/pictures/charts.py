@@ -80,9 +80,9 @@ class Bars(NamedTuple):
 
 
 def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreements: Sequence[CurveDistance]) -> None:
-    """Write a PNG: the first two loss curves, and below them the relative differences of runs on a logarithmic axis.
+    """Write a PNG: the first two loss curves, and below them the relative differences of runs on a log axis.
 
-    A logarithmic axis has no 0, so a difference of exactly 0 is drawn as a hollow mark at the bottom.
+    A log axis has no 0: a difference of exactly 0 is drawn at the bottom, as a hollow mark.
     """
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(9, 6.8), height_ratios=(3, 2), layout="constrained"
@@ -384,7 +384,7 @@ def _last_us(tracks: Sequence[Track], predicted: Sequence[ByRank], number: int, 
 def same_scale(lasts_ms: Sequence[float]) -> list[float]:
     """Return the milliseconds that the panel of each pass shows. The width of a panel is proportional to them.
 
-    The panel of a short pass shows more time than the pass took. Otherwise it would be too narrow.
+    The panel of a short pass shows more time than the pass took, because it would be too narrow otherwise.
     """
     whole = sum(lasts_ms) or 1.0
     return [1.005 * max(last, LEAST_SHARE * whole) for last in lasts_ms]
@@ -489,7 +489,7 @@ class Rows(NamedTuple):
 def rows_of(problem: Problem, branch: Branch, rank: int, width: int = 1) -> Rows:
     """Return the rows of a branch that `rank` reads, local rows included, and its local rows that other ranks read.
 
-    The value of a bin of `width` positions is the largest value of its positions.
+    A bin of `width` positions has the largest value of its positions.
     """
     read, sent = (np.zeros(-(-problem.kv_layout.length // width), np.int64) for _ in range(2))
     for reader in range(problem.world_size):
@@ -509,7 +509,7 @@ def _mark(line: np.ndarray, positions: StridedRange, width: int, value: int) -> 
 
 
 def _whole_pixels(figure: Figure, axes: Sequence[Axes], bins: int) -> None:
-    """Resize the figure so that all bins have the same whole number of pixels. Otherwise their widths would differ."""
+    """Resize the figure so that each bin has the same whole number of pixels. Otherwise the widths of bins differ."""
     box = axes[0].get_position()
     pixels = figure.get_figwidth() * ROWS_DPI
     bin_pixels = max(1, int(box.width * pixels / bins))
@@ -735,7 +735,7 @@ def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color
 
 
 def _color(owner: int, ranks: int) -> Any:
-    """Return the color of the keys and values of rank `owner`, light enough for dark text."""
+    """Return the color of a rank's keys and values, light enough for dark text."""
     if ranks <= 8:
         return plt.get_cmap("Set2")(owner % 8)
     red, green, blue, _ = plt.get_cmap("viridis")(owner / ranks)

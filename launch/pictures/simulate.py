@@ -232,7 +232,7 @@ def notes(points: Sequence[Simulated]) -> list[str]:
 
 
 def table(point: Simulated) -> str:
-    """Return a table of the smallest, median and largest values over all ranks, by pass."""
+    """Return a table of the least, median and largest values over all ranks, by pass."""
     rows: list[tuple[str, str, Sequence[str]]] = [("pass", "of all ranks", ("least", "median", "greatest"))]
     for name, each in zip(PASSES, point.passes, strict=False):
         times = ("work", each.busy_s), ("waiting", each.waiting_s), ("exposed", each.exposed_s)
@@ -247,7 +247,7 @@ def _mib(sizes_bytes: Sequence[float]) -> list[str]:
 
 
 def quantiles(values: Any) -> list[float]:
-    """Return the smallest, median and largest value."""
+    """Return the least, median and largest value."""
     ordered = sorted(values.tolist())
     return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 

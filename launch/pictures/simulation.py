@@ -168,7 +168,7 @@ class Simulator:
         return 1 < group <= MOST_GROUPED and ranks <= learned_from(self.config.schedule, ranks // group, 0, group)[1]
 
     def _by_plans(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
-        """Simulate each rank with its plan. Return passes, spans of traced ranks, and buffer bytes of each rank."""
+        """Simulate every rank by its plan. Return passes, spans of traced ranks, and buffer bytes of each rank."""
         config, cluster = self.config, self.cluster
         route = route_named(config.schedule)
         if ranks > MOST_PLANNED and not self._has_classes:

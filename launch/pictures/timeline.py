@@ -113,7 +113,7 @@ def main(argv: Many[str]) -> int:
 
 
 def recorded_call(config: TimelineConfig) -> tuple[list[Track], Prediction]:
-    """Record one call on new processes. Return the recordings by rank, and the prediction for the same plans."""
+    """Record one call on fresh processes. Return the recordings by rank, and the prediction of the same plans."""
     from ringattn.launch.pictures.trace import Track
 
     print(f"starting {config.ranks} processes", flush=True)

@@ -90,7 +90,7 @@ class Track(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """Return the share of the communication of all passes that was hidden behind work."""
+        """Return the hidden share of the communication of all passes."""
         communication_us = sum(recorded.comm_us for recorded in self.passes)
         return overlap(communication_us, sum(recorded.exposed_us for recorded in self.passes))
 

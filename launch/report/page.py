@@ -170,7 +170,7 @@ class Line(NamedTuple):
 
 
 def charts_of(sweep: Sweep, panel: Panel) -> list[Chart]:
-    """Return the charts of one panel, without charts that would be empty."""
+    """Return the charts of one panel, without those that have nothing to show."""
     charts = [_ratio(sweep, panel, "speed-up"), _ratio(sweep, panel, "efficiency")] if panel.view.ratio else []
     draw = _curves if panel.view.axis else _bars
     charts += [draw(panel, metric) for metric in metrics_of(sweep)]

@@ -107,7 +107,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a folder, with the numbers of unreadable lines and of lines that a later line replaced."""
+    """All points of a folder, with the numbers of unreadable lines and of lines that a later one replaced."""
 
     folder: Path
     points: Sequence[Point]
@@ -290,7 +290,7 @@ class Series(NamedTuple):
 class Panel(NamedTuple):
     """Series that are drawn together, each with its name.
 
-    `title` says how the series differ from those of other panels; it is empty if the view has a single panel.
+    `title` says what distinguishes them from other panels; it is empty if the view has a single panel.
     """
 
     view: View
@@ -310,7 +310,7 @@ class Scaling(NamedTuple):
 
 
 def named(key: Mapping[str, str]) -> str:
-    """Return options as a text, such as `schedule ring, tokens 4,096`."""
+    """Return options as words: `schedule ring, tokens 4,096`."""
     texts = {name: f"{int(value):,}" if value.isdigit() else value or "none" for name, value in key.items()}
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 

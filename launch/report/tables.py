@@ -204,7 +204,7 @@ def shared_options(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def swept_options(sweep: Sweep) -> list[tuple[str, str]]:
-    """Return each option that differs between points, with its values in order."""
+    """Return each option that differs, with its values in order."""
     sizes = {"ranks": {p.world_size for p in sweep.points}, "tokens": {p.tokens for p in sweep.points}}
     numbers = [(key, ", ".join(f"{value:,}" for value in sorted(values))) for key, values in sizes.items()]
     texts = [(key, {point.options.get(key) or UNKNOWN for point in sweep.points}) for key in sweep.varying]
@@ -217,7 +217,7 @@ def facts_of(sweep: Sweep) -> list[tuple[str, Sequence[tuple[str, str]]]]:
 
 
 def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the facts of each environment that are not empty. After the first environment, only differing facts."""
+    """Return the facts of each environment that are not empty; after the first, only those that differ."""
     different = differing(sweep.environments.values())
     result: list[tuple[str, list[tuple[str, str]]]] = []
     for name, facts in sweep.environments.items():
@@ -227,7 +227,7 @@ def environments_of(sweep: Sweep) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def commands(sweep: Sweep) -> list[str]:
-    """Return the commands that repeat the points. Points with results are first."""
+    """Return the commands that repeat the points, those with results first."""
     return list(dict.fromkeys(p.record["command"] for p in (*sweep.ok, *sweep.failed) if p.record.get("command")))
 
 

@@ -77,7 +77,7 @@ class Curve:
 def checkpoints_of(
     everyone: Ring, config: TrainConfig, text: Documents, lock: FolderLock | None = None
 ) -> Checkpoints | None:
-    """Return the checkpoints of a run, or None if it saves none and no rank sees any. This is a collective call."""
+    """Return the checkpoints of a run, None if it saves none and no rank sees any. All ranks call it together."""
     idle = config.checkpoint_every_steps is None and config.resume in ("auto", "never")
     seen = everyone.all_gather_text(
         "".join(map(str, named(Path(config.out) / "checkpoints")))
@@ -336,7 +336,7 @@ def _is_of_this_job(saved: Sequence[Path]) -> bool:
 
 
 def _bytes_of(state: Any) -> int:
-    """Return the total bytes of this rank's tensors in nested dictionaries."""
+    """Return the bytes of this rank's tensors in nested dictionaries."""
     if isinstance(state, dict):
         return sum(map(_bytes_of, state.values()))
     return local_bytes(state) if isinstance(state, Tensor) else 0
@@ -344,7 +344,7 @@ def _bytes_of(state: Any) -> int:
 
 @contextmanager
 def _without_group_warning() -> Iterator[None]:
-    """Silence torch's warning that there is no process group, because a single process does not need one."""
+    """Silence torch's warning that there is no process group, which one process does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -398,7 +398,7 @@ def remove(path: Path) -> None:
 
 
 def described(path: Path) -> tuple[int, str]:
-    """Return the size in bytes and the digest of a file."""
+    """Return the bytes and the digest of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         return file.tell(), digest

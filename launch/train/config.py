@@ -115,7 +115,7 @@ def from_spec(spec: Mapping[str, Any]) -> TrainConfig:
 
 
 def check_sizes(config: TrainConfig) -> None:
-    """Raise `InputError`, with the key first, if two options contradict each other, whatever the machine."""
+    """Raise `InputError`, with the key first, if two options contradict each other on any machine."""
     model = config.model
     if config.ranks is not None and config.ranks > config.tokens:
         raise InputError(f"ranks={config.ranks}: more ranks than tokens (tokens={config.tokens})")

@@ -199,7 +199,7 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
 # A step reads one stretch of the text, which touches one or two passes unless the text is tiny.
 @lru_cache(maxsize=4)
 def _shuffled(documents: Documents, number: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the order of the documents in pass `number` over the text, and the position where each of them ends."""
+    """Return the order of the documents in pass `number` over the text, and where each of them ends in it."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     order = torch.randperm(len(documents.cuts) - 1, generator=generator)
     return order, torch.tensor(documents.cuts).diff()[order].cumsum(0)

@@ -52,7 +52,7 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias. Its weights are cast to the dtype of the input, so they may be kept in float32."""
+    """A linear layer without bias whose weights take the dtype of its input, so that they may stay in float32."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
@@ -224,7 +224,7 @@ def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: fl
 def make_optimizer(name: str, weights: Iterable[Tensor], lr: float, weight_decay: float) -> Optimizer:
     """Return the optimizer `name` of `config.OPTIMIZERS`. Raises `InputError` if its package is not installed.
 
-    sgd has no momentum. adafactor is that of torch, whose steps are `lr` times the root mean square of each weight.
+    sgd is without momentum. adafactor is torch's, whose steps are `lr` times the root mean square of each weight.
     """
     module, _, kind = optimizer_source(name).partition(":")
     options = {"betas": (0.9, 0.95)} if name in ("adamw", "adamw8bit") else {}

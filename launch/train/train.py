@@ -27,7 +27,7 @@ ENTRY = "ringattn.launch.train.loop:train_rank"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train with the overrides `argv` (key=value). Return the exit code: 0, 1 if a rank failed, or 2 for bad input."""
+    """Train with the overrides `argv` (key=value). Returns the exit code: 0, 1 if a rank failed, 2 for bad input."""
     if any(word in ("-h", "--help") for word in argv):
         print(help_text("train", PURPOSE, TrainConfig))
         return 0
