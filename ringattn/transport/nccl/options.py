@@ -36,7 +36,7 @@ class NcclOptions:
 
     Args:
         binding: ctypes, or cupy (blocking communicators only).
-        library: Path of a libnccl. None: the one that this process has loaded, else the wheel's.
+        library: Path of a libnccl. None: the one that this process has loaded, else the system's, else the wheel's.
         sm_margin: Multiprocessors of the GPU reserved for exchanges. An exchange uses at most this number of thread
             blocks (`maxCTAs`), and engines that support it leave this number of multiprocessors free. 0: NCCL chooses,
             no engine leaves any free, and an exchange may wait for the kernels that fill the GPU. None: 8.
