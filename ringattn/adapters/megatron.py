@@ -106,7 +106,8 @@ class RingCoreAttention(MegatronModule):
         if attention_type != "self":
             raise InputError(f"attention_type={attention_type!r}: RingCoreAttention is for self-attention")
         if cp_comm_type not in _SCHEDULES:
-            raise InputError(f"cp_comm_type={cp_comm_type!r} is not known; choose None, p2p, all_gather or a2a")
+            known = ", ".join(map(str, _SCHEDULES))
+            raise InputError(f"cp_comm_type={cp_comm_type!r} is not known; choose {known}")
         if options := [name for name in ("qk_clip", "log_max_attention_logit") if getattr(config, name, False)]:
             raise InputError(
                 f"{options[0]}: attention over a ring does not report its largest logit; set {options[0]}=False"
