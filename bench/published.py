@@ -194,27 +194,17 @@ def all_rows() -> list[Row]:
 
 LEADS = {
     1: ("H100: ring, all-gather, Ulysses and both, 8 to 64 ranks", ""),
-    2: ("the same on B200",
-        "Ulysses causal on 32 and 64 ranks: its rate falls on leaving the node and stays low however long the "
-        "sequence, so it is no bandwidth; without a mask the same bytes cost nothing of the kind"),
-    3: ("packed documents, a ring's step",
-        "8 ranks: all on NVLink and 1.3 to 1.7 ms all the same; the cost of many short pieces in a launch has no "
-        "constant here. 64 ranks: the pairs of documents are known to a fifth"),
+    2: ("the same on B200", "Ulysses, causal, 32 and 64 ranks"),
+    3: ("packed documents, a ring's step", "cost of short pieces (8 ranks); documents not known exactly (64)"),
     4: ("contiguous, zigzag, striped; H800 and A100", ""),
     5: ("BurstAttention by length", ""),
-    6: ("four nodes: heads or ring inside of the node",
-        "ring inside: 2 to 2.4 times at every length, while bytes would lose weight with length; a ring of 4 that is "
-        "not balanced would explain 1.75. Heads inside: runs of that benchmark differ by up to 21 %"),
-    7: ("Ulysses degrees on NVLink and on PCIe",
-        "PCIe, degrees 4 and 8: what crosses host bridges is shared by all ranks of a box, and one number for each "
-        "rank cannot say so. NVLink, ring: 1.1 to 2.1 ms a step where the same code pays 0.6 in lead 4"),
-    8: ("training end to end",
-        "torch of 2024 on cards of 500 W, with other kernels than ours (at the attention rate of its own row without a "
-        "ring: 0.91, 1.19 and 1.23), and losses of a quarter from 2 to 4 ranks that no constant of a ring explains"),
+    6: ("four nodes: heads or ring inside of the node", "factor of two of the inner ring; differences between runs"),
+    7: ("Ulysses degrees on NVLink and on PCIe", "shared host bridges of PCIe; cost of a step over NVLink"),
+    8: ("training end to end", "other kernels; loss from 2 to 4 ranks"),
     9: ("kernels by length", ""),
-    10: ("links: constants, not predictions",
-         "B200: the preset has the datasheet's 900 GB/s, and only a GB200 was measured"),
-}  # fmt: skip
+    10: ("links: constants, not predictions", "no measurement of a B200, only of a GB200"),
+}
+"""The points, and the reasons for figures that are not met, which docs/internals/published.md explains."""
 
 
 def leads_table(rows: list[Row]) -> Table:
