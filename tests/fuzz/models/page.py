@@ -54,37 +54,40 @@ def _names(names: Sequence[str], most: int) -> str:
 
 _PAGE = """# Models of transformers, class by class
 
-Written with transformers {transformers} and torch {torch} by this command:
+This page was generated with transformers {transformers} and torch {torch} by this command:
 
 ```
 python -m tests.fuzz.models data={file} page={page} seed={seed}
 ```
 
-It tried {tried:,} classes of {model_types} model types: every class for text, also next to images and sound, whose
-`forward` takes `input_ids`.
+It tested {tried:,} classes of {model_types} model types: every class whose `forward` takes `input_ids`, including
+classes that also take images or sound.
 
-- The model is the smallest that its configuration allows, with at least two layers and random float64 weights.
-- It is called over a ring of two ranks as [the documentation](embedding-transformers.md) says; the unmodified model is
-  called with `attn_implementation="eager"` in one process.
-- Calls: plain; padded before, after and on both sides; packed; with positions, labels, `inputs_embeds` and every other
-  text argument; with arguments that request other outputs; and as drawn. Images and sound are not given.
+- Each model is the smallest that its configuration allows, with at least two layers and random float64 weights.
+- It is prepared and called over a ring of two ranks as described in [transformers](embedding-transformers.md). The
+  unmodified model is called with `attn_implementation="eager"` in one process.
+- The calls are plain; padded before, after and on both sides; packed; with positions, labels, `inputs_embeds` and every
+  other text argument; with arguments that request other outputs; and with randomly drawn arguments. No call passes
+  images or sound.
 - All outputs, the loss and the gradient of every parameter are compared, to 1e-8.
 - Some models have kinds of layers that their default configuration does not use, such as `conv` or `sliding_attention`.
   The same calls are made with a layer of each such kind, and the worst result counts.
 
 | result | classes | meaning |
 |---|---|---|
-| exact | {exact} | every call is exact, or refused by name |
-| refused | {refused} | refused by name in every call, or with a kind of layer |
-| not buildable | {not_buildable} | cannot be built here |
+| exact | {exact} | every call is exact, or is refused with a reason |
+| refused | {refused} | every call is refused with a reason, or every call with one kind of layer |
+| not buildable | {not_buildable} | the model cannot be built in the tests |
 | wrong | {wrong} | a wrong result, or an error without a reason |
+
+*Refused* means that every rank raises an error that names the reason.
 
 | calls | number |
 |---|---|
 {calls}
 
-The result of each class, with its message, is in [{file_name}]({file_name}). The documentation site shows
-them below, as a table with a filter.
+[{file_name}]({file_name}) has the result of each class, with its message. The documentation site
+shows these results below, as a table with a filter.
 
 ## Why classes are refused
 
@@ -100,9 +103,10 @@ them below, as a table with a filter.
 |---|---|
 {refused_calls}
 
-## Arguments that no call had
+## Arguments that no call passed
 
-{arguments} arguments, mostly of images, sound and caches; the data file lists them all. The most frequent:
+No call passed {arguments} of the arguments, mostly those of images, sound and caches. The data file lists them all.
+The most frequent are:
 
 {frequent}
 
@@ -131,7 +135,7 @@ UNBUILDABLE: Topics = (
 )
 CALLS: Topics = (
     ("return_dict", "`return_dict=False`"),
-    ("loss", "a loss of this rank's tokens alone"),
+    ("loss", "a loss of this rank's tokens only"),
     ("padded attention_mask", "`position_ids` that contradict the padding"),
     ("but for whole rows", "`position_ids` that differ from the model's count"),
     ("logits_to_keep", "`logits_to_keep`"),
@@ -223,7 +227,7 @@ def _by_topic(numbers: Mapping[str, int], topics: Topics) -> str:
 
 CALL_NAMES = {
     "exact": "exact",
-    "refused": "refused by name",
+    "refused": "refused",
     "wrong": "wrong",
     "no reference": "not possible in one process",
 }
