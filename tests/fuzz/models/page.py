@@ -86,8 +86,8 @@ classes that also take images or sound.
 |---|---|
 {calls}
 
-[{file_name}]({file_name}) has the result of each class, with its message. The documentation site
-shows these results below, as a table with a filter.
+[{file_name}]({file_name}) has the result of each class, with its message. The
+documentation site shows these results below, as a table with a filter.
 
 ## Why classes are refused
 
