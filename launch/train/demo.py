@@ -69,6 +69,8 @@ def main(argv: Sequence[str]) -> int:
         config = load_train([word for word in argv if word not in demo_words], "demo")
         if place_in_torchrun() is not None:
             raise InputError("the demo starts its own processes: run it without torchrun")
+        if config.nonfinite != "stop":
+            raise InputError(f"nonfinite={config.nonfinite}: the demo compares the losses of all steps; use stop")
         runs = [_train(config, ranks, console) for ranks in (config.ranks or 4, 1)]
         agreements = [_agreement(*pair) for pair in zip(*runs, strict=True)]
         for line in (*_losses_told(runs[0][0], runs[1][0]), *_memory_told([run[0] for run in runs])):
@@ -105,7 +107,6 @@ def _agreement(shared: dict[str, Any], alone: dict[str, Any]) -> CurveDistance:
 
 def _say_agreement(agreement: CurveDistance, ranks: int, console: Console) -> bool:
     largest = max(agreement.differences)
-    # Do not write `not largest > bound`, which a NaN would pass.
     good = largest <= agreement.bound
     console.print(
         f"{agreement.dtype}: over {len(agreement.differences)} steps the losses of {ranks} processes and of one differ "

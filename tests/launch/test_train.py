@@ -541,6 +541,12 @@ CHECK_LINES = 8
 """Lines that `ringattn check` prints: a heading of two, one per schedule for five schedules, and a summary."""
 
 
+def test_the_demo_compares_every_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    # A skipped step has no loss to compare.
+    assert demo.main(["nonfinite=skip"]) == 2
+    assert "nonfinite=skip: the demo compares the losses of all steps" in capsys.readouterr().err
+
+
 def test_the_demo_prints_about_twenty_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
