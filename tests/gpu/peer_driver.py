@@ -23,7 +23,7 @@ from ringattn.transport.peer.transport import PeerTransport
 from tests.transport.peers.sim_driver import SimGpu
 from tests.transport.process_rings import location, meet_peer
 
-SLEEP_CYCLES = 1 << 32  # a kernel that sleeps for so many cycles takes about two seconds
+SLEEP_CYCLES = 1 << 32  # a kernel that sleeps for this number of cycles takes about two seconds
 BIG = 64 << 20
 
 

@@ -40,7 +40,7 @@ ALONE_ON_A_HOST = {
 TOKENS = 101
 OPENING_S = 60.0
 """The deadline of rings, except in tests of faults. With 24 processes that started at once, 20 s were too few."""
-STALL_CYCLES = 1 << 36  # a kernel that sleeps for so many cycles takes over half a minute
+STALL_CYCLES = 1 << 36  # a kernel that sleeps for this number of cycles takes over half a minute
 SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # for both of NCCL's protocols; the largest exceeds its buffers
 TRIES = 6
 LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count (\d+) datatype \d+ op \d+ root (\d+)")
