@@ -140,7 +140,7 @@ def flex_attention(
         order = torch.tensor([row for members in rows.values() for row in members], device=q.device).argsort()
         out, lse = (torch.cat(x)[order] for x in zip(*parts, strict=True))
     out = out.transpose(1, 2)
-    if not torch.is_grad_enabled():  # no view, as in `ring_sdpa`
+    if not torch.is_grad_enabled():  # return no view, for the reason given in `ring_sdpa`
         out = out.detach()
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
@@ -289,7 +289,7 @@ def recognise_masks(
     pairs = _MaskFunction(mask)
     candidates = _candidates(pairs, batch, length)
     reads_row = pairs.reads(0)
-    partial: dict[int, Tensor] = {}  # blocks to evaluate, in the rows of the batch that may differ
+    partial: dict[int, Tensor] = {}  # blocks to evaluate, by row; 0 for all rows if the function does not read rows
     for row in range(batch if reads_row or len(mask.kv_indices) > 1 else 1):
         listed = _check_blocks(mask, row, length, candidates[row])
         key = row if reads_row else 0

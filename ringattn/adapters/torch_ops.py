@@ -145,7 +145,7 @@ def ring_attention(
         q, k, v, sinks, ACTIVE if seq is None else seq.handle, _needs_text(q, k, v, sinks), *_serialised(arguments)
     )
     if not torch.compiler.is_compiling():
-        attended()  # here and not in the operator: below it, no mode of the caller can be exited
+        attended()  # not inside the operator, because a caller's dispatch mode cannot be exited there
         if torch.is_grad_enabled() and not out.requires_grad and ticket[GRAPH]:
             # Only other ranks need gradients. This rank has to take part in their backward pass all the same.
             out = _Anchored.apply(anchor(True), q, k, v, sinks, out, lse, ticket)

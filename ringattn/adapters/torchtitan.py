@@ -297,7 +297,7 @@ class RingTrainerMixin:
             RingError: What `Ring.close` raises.
         """
         close_rings()
-        super().close()  # type: ignore[misc]  # of the Trainer that this stands before
+        super().close()  # type: ignore[misc]  # of the Trainer after this mixin
 
 
 def _refuse(config: Any, inputs: Tensor) -> None:

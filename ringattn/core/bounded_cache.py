@@ -16,7 +16,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 CACHE_BYTES = 8 << 20
-"""Most bytes of each cache: 100 to 200 plans of short sequences on a few ranks."""
+"""Limit of each cache in bytes: room for 100 to 200 plans of short sequences on a few ranks."""
 AT_LEAST = 16
 _SHARED = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 """Types of objects that belong to the program and not to a value."""

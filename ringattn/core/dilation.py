@@ -95,7 +95,7 @@ OFFSETS = ("mod", "block", "kv_head", "layer_rotated")
 Offset = Literal["mod", "block", "kv_head", "layer_rotated"]
 
 TABLE_TOKENS = 1 << 20
-"""The longest table of positions from which a warning counts."""
+"""The largest number of positions that a warning counts one by one."""
 
 
 class Branches(NamedTuple):

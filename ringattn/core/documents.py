@@ -57,7 +57,7 @@ CHOICES = (
 rows."""
 
 Piece = tuple[int, int]
-"""Positions from (included), to (excluded)."""
+"""Adjacent positions: the first, and the one after the last."""
 Shards = tuple[tuple[Piece, ...], ...]
 """The pieces of each rank in ascending order; adjacent pieces are joined."""
 
@@ -411,13 +411,14 @@ EVEN = 1.005
 """Largest ratio of a rank's pairs to the mean that counts as even. Of all even placements, the one with the fewest rows
 is used."""
 FILLS = 80000
-"""Work of a search: tries times ranks, about 0.2 s for a hundred documents."""
+"""Limit of a search: the number of tries times the number of ranks. It takes about 0.2 s for a hundred documents."""
 STARTING_CHOICES = tuple(Choice(*values) for values in product((0.002, 0.03), (0.03, 0.1, 1.0), (0.0, 1.0, 2.0)))
 """Placements to start from, each with equal pairs, with the most pairs that evenness allows, and half way between."""
 WORSE = 0.001
 """Share of the rows by which a step of the search may be worse at the beginning. It falls to 0 at the end."""
 PRICE = 100
-"""Rows that an excess pair costs at the beginning, times the tokens of a rank. The cost grows to 1 + `DEARER` times."""
+"""At the beginning, a pair above the limit costs as much as `PRICE` rows divided by the tokens of a rank. This cost
+grows by a factor of 1 + `DEARER`."""
 DEARER = 20
 LAST = 8
 """Number of the best placements whose load is computed exactly."""

@@ -55,7 +55,7 @@ PROFILES = {
     "balanced": Profile(0.90, 0.92, 0.95, 0.97),
     "conservative": Profile(0.85, 0.88, 0.92, 0.95),
 }
-"""Chosen, not measured: these are the values of the training guide that users of dilated attention know."""
+"""These thresholds were not measured. They are the values of a training guide that users of dilated attention know."""
 
 
 @dataclass(frozen=True)

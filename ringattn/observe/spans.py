@@ -22,7 +22,7 @@ from ringattn.errors import UnsupportedError
 from ringattn.planner.plan import AttendOp, AttendReceivedOp, Plan, PlanStep
 
 WAIT, PACK, POST, WORK, PROJECT, END = "wait", "pack", "post", "work", "project", "end"
-"""What a rank does at a moment. PROJECT: computes keys before the first messages leave, queries while they move."""
+"""The activities of a rank. PROJECT: project keys before the first messages leave, and queries while they travel."""
 
 
 class Clock(Protocol):

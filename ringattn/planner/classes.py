@@ -49,7 +49,7 @@ CLOSE = 1e-9
 Times = np.ndarray
 """Seconds, or bytes, of each rank."""
 Way = tuple[int, int]
-"""The distance from a sender to its receiver: groups, and places within the group."""
+"""The distance from a sender to its receiver: in groups, and in positions within the group."""
 Messages = Iterable[tuple[Way, Times | float]]
 """The messages of a step: the bytes from each rank to the rank at distance `way`, or one number if all are equal. A
 tuple, or an object that computes them on each iteration if there are too many to keep."""
@@ -72,7 +72,8 @@ class Target(NamedTuple):
 
 
 TARGETS = tuple(Target(turns, offset) for turns, most in ((0, 1), (1, 2), (-1, 2)) for offset in range(-most, most + 1))
-"""The possible receivers: a neighbor, or a group at the distance of the turn, plus or minus up to two."""
+"""The possible receivers: a neighboring group, or a group `turn` groups away in either direction, up to two more
+or fewer."""
 
 
 class Cell(NamedTuple):

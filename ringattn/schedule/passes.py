@@ -159,8 +159,8 @@ DUAL = {Kind.KV: Kind.DKV, Kind.Q: Kind.DQ}
 """The gradient of each kind of input."""
 
 Delivery = tuple[int, Copy]
-"""A K/V copy of a backward pass, with a forward step: the copy is concurrent with the backward step that undoes it. One
-past the last forward step stands for the prologue."""
+"""A forward step, and a K/V copy of a backward pass. The copy is concurrent with the backward step that undoes the
+forward step. The number after the last forward step stands for the prologue."""
 
 
 def rows_read(tiles: tuple[HeadTiles, ...]) -> Content:

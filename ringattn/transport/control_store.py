@@ -40,7 +40,8 @@ CAUSE = "cause"
 CALL_S = 30.0
 """The limit of a call without an earlier deadline."""
 GRACE_S = 1.0
-"""Extra time after a deadline for calls that decide it: one begun just before it must not count as unanswered."""
+"""Extra time after a deadline for calls whose answer decides the outcome: a call that began just before the deadline
+must not count as unanswered."""
 NAPS_PER_RANK_S = 4e-5, 5e-4
 """The first and the longest nap between checks of `gather`, per rank: together they check 2,000 times a second."""
 CAUSE_PER_RANK_S = 1e-3

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from ringattn.errors import DeadlineError
 
 SPIN_S = 200e-6
-"""How long to poll before the first nap: a launch ends within that."""
+"""How long to poll before the first nap. A launch usually ends within this time."""
 FIRST_NAP_S = 50e-6
 LONGEST_NAP_S = 0.02
 

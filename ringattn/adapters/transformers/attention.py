@@ -107,7 +107,7 @@ def chunks_begin_with_documents() -> bool:
 # --- Masks ------------------------------------------------------------------------------------------------------------
 
 Rows = tuple[tuple[Sequence, tuple[int, ...]], ...]
-"""The rows of a batch by the documents that they are cut into."""
+"""The rows of a batch, grouped by their documents: the sequence of each group, and the indices of its rows."""
 
 
 _NO_TABLE = (

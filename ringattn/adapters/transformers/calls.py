@@ -331,7 +331,7 @@ Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
 After = Callable[[Any, tuple[Any, ...], Any], Any]
 
 AROUND = "ringattn_around"
-"""Attribute of a forward that these steps are wrapped around."""
+"""The attribute that marks a forward as wrapped by `around_forward`."""
 
 
 def around_forward(model: nn.Module, before: Before, after: After) -> None:
@@ -359,7 +359,7 @@ def around_forward(model: nn.Module, before: Before, after: After) -> None:
         return out if changed is None else changed
 
     wrapper: Any = forward
-    del wrapper.__wrapped__  # accelerate would unwrap the forward by it, and lose the steps
+    del wrapper.__wrapped__  # accelerate would use it to unwrap the forward, which removes the steps
     # Trainer and `generate` read the signature of forward, to choose the columns and arguments that they pass.
     wrapper.__signature__ = inspect.signature(original)
     setattr(wrapper, AROUND, True)

@@ -235,7 +235,7 @@ class ChunkedLoss:
 
         wrapper: Any = forward
         wrapper.__signature__ = signature.replace(parameters=[chunks_parameter, *signature.parameters.values()])
-        setattr(wrapper, AROUND, True)  # the checks of a call are inside
+        setattr(wrapper, AROUND, True)  # the wrapped forward contains the checks of a call
         self.model.forward = MethodType(forward, self)
 
     def run(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -600,7 +600,7 @@ def refuse_options(host: Any) -> None:
             "neftune_noise_alpha: the noise is scaled by the tokens of a row, but a rank has a part; leave it out"
         )
     counts = host.args.include_num_input_tokens_seen not in ("no", False)
-    if counts and not hasattr(Trainer, "_track_num_input_tokens"):  # which `RingTrainerMixin` corrects
+    if counts and not hasattr(Trainer, "_track_num_input_tokens"):  # `RingTrainerMixin` corrects this method
         raise UnsupportedError(
             "include_num_input_tokens_seen would count the tokens of a ring once per rank; leave it out, or use "
             "transformers 5.3 or later"

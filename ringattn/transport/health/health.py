@@ -30,13 +30,13 @@ END_S = 1.0
 PUBLISH_S = 0.5
 """How long a failing rank waits until its cause is in the store."""
 SHARE_S = 0.6
-"""How long an explanation may take in addition to the silence."""
+"""How long an explanation may take in addition to `silence_s`, after which a silent rank counts as lost."""
 SHORTEST_S = 1.6
 LOSS_S = PUBLISH_S + 2 * INTERVAL_S
 """How much longer a rank waits for the cause of a living peer whose connection broke. A peer that reaches its deadline
 closes its connections first, then explains the failure, which takes as long as it does here, and then publishes it."""
 HELD_BACK_S = 5.0
-"""The longest time for which a link that loses packets delays heartbeats."""
+"""The longest delay of heartbeats that is attributed to a link that loses packets."""
 READ_AT_ONCE = 8
 """Ranks whose heartbeats one round reads besides the neighbours'. If more are needed, successive rounds take turns."""
 LONG_ROUNDS = 10

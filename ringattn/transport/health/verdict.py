@@ -27,9 +27,9 @@ class Waits(Enum):
     HOST = "host"
     """Nothing in the ring: the rank runs the caller's Python code."""
     LAUNCH = "launch"
-    """NCCL, to accept a hop: it connects to peers, or is stuck."""
+    """NCCL's acceptance of a hop: NCCL is connecting to peers, or is stuck."""
     COMPUTE = "compute"
-    """The rank's own kernels, which precede its oldest exchange."""
+    """The rank's own kernels, which its oldest exchange has to wait for."""
     PEERS = "peers"
     """Messages of an exchange, or an all-gather."""
 

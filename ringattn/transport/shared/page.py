@@ -227,7 +227,7 @@ HEADER = struct.Struct("<QQQQQQQ16s")  # magic, version, rank, world size, uid, 
 
 # Words that a page has once. The page's rank writes them; other ranks also write BELL and ALARM.
 BEAT, BELL, ALARM, FREED = range(1, 5)
-SINGLE_WORDS = 5  # with the header's line
+SINGLE_WORDS = 5  # includes the line of the header
 # Words that a page has once for each rank, which writes its own.
 ARRIVAL, CREDIT, POISON, CLOSED, GATHERED = range(5, 10)
 RANK_WORDS = 5
