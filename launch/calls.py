@@ -285,7 +285,7 @@ def check_nodes(config: RunConfig) -> None:
 
 
 AUTOMATIC = ("schedule", "layout", "engine", "transport")
-"""Keys whose default is auto. A run records the value that it took."""
+"""Keys whose default is auto. A run records the values that were chosen."""
 
 
 def with_resolved(config: RunConfig, ran: Mapping[str, Any]) -> RunConfig:

@@ -58,7 +58,8 @@ class Meeting(NamedTuple):
     port: int
     run_id: str
     open_store: Callable[[], object]
-    """Host the store, for a machine alone: ranks may be started before, while torch is imported here."""
+    """Host the store, if there is a single node. Call it after the ranks are started, because it imports torch, which
+    is slow. With several nodes it does nothing: the store is already open."""
 
 
 @contextmanager
@@ -84,12 +85,12 @@ def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
     try:
         run_id = _met(store, nodes, ranks)
     except RanksError:
-        time.sleep(5 * LOOK_S)  # the others read in the store why
+        time.sleep(5 * LOOK_S)  # gives the other nodes time to read the reason in the store
         raise
     except RuntimeError as error:
         raise RanksError(f"node 0 has ended, see its own message ({error})", "nodes") from error
     yield Meeting(host, port, run_id, lambda: None)
-    with suppress(RuntimeError):  # node 0 is gone, and the answers are there
+    with suppress(RuntimeError):  # node 0 may have ended, but no answer of a rank is missing
         store.set(f"left/{nodes.rank}", "")
         if nodes.rank == 0:
             _wait(store, "left", nodes.count, LEAVE_S)

@@ -31,9 +31,9 @@ TRANSPORTS = ("auto", "local", "shm", "gloo", "nccl", "peer")
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 CONF = "ringattn.launch.conf"
 MOST_SEED = 2**32 - 1
-"""Multiplied by 1,000,003 for a seed of each batch, it is within the 64 bits that torch takes."""
+"""The largest seed: multiplied by 1,000,003 for the seeds of batches, it fits into the 64 bits that torch accepts."""
 MOST = 2**50
-"""Of what is counted: sizes stay far inside a float's range."""
+"""The largest value of a count or size: products of several of them stay far inside the range of a float."""
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------
@@ -141,9 +141,11 @@ HELP_WIDTH = 100
 """Columns of a help text that is not printed on a terminal."""
 MOST_HELP_WIDTH, LEAST_HELP_WIDTH = 120, 40
 LONGEST_DEFAULT, LEAST_MEANING = 24, 30
-"""Columns in a table of keys: the most for the defaults, and the fewest for the meanings beside them."""
+"""Limits of the columns in a table of keys, in characters: the largest width of the defaults, and the smallest width of
+the meanings."""
 HANGING = re.compile(r" +\S+  +|[A-Z]\w+: +")
-"""The start of a row of a table, or of a line with a label as `Examples: `; its further lines are indented as far."""
+"""Matches the start of a table row, or of a line with a label such as `Examples: `. Continuation lines are indented by
+the length of the match."""
 PROSE = re.compile(r"(?![A-Z]\w+: )\S")
 
 
@@ -188,16 +190,16 @@ def _filled(text: str, width: int, indent: str = "") -> list[str]:
 
 
 WORD = re.compile(r"(\+{0,2})([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-"""`key=value`, as Hydra has it; its flags are other words."""
+"""Matches `key=value` in the syntax of Hydra, but no flag of Hydra."""
 SAME_NAMES = (("fp64", "float64"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"),
               ("ulysses", "all_to_all"))  # fmt: skip
-"""Every command takes either name, and keeps the name that is among its choices."""
+"""Pairs of equivalent names. Every command accepts both, and uses the one that is among its choices."""
 ELSEWHERE = {
     "nproc": "ranks", "q_heads": "heads", "attention": "mask", "hardware": "cluster", "cluster": "hardware",
     "precision": "dtype", "dtype": "precision",
     "window_tokens": "window=[LEFT,RIGHT] without the query's own key, as window=[511,0] for 512 keys",
 }  # fmt: skip
-"""Keys of other commands and programs: what to write where a command has the new key and not the old one."""
+"""Keys of other commands and programs, and what to write instead in a command that has only the new key."""
 KINDS = {int: "a whole number", float: "a number"}
 
 

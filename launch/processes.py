@@ -32,7 +32,8 @@ REPORT_S = 3.0
 GRACE_S = 10.0
 """How long a rank may take to end after SIGTERM."""
 SOON_S = 0.5
-"""The same after Ctrl-C and SIGTERM of the launcher, where the user waits: long enough for flight records."""
+"""The same after the launcher receives Ctrl-C or SIGTERM. It is short because the user waits, but long enough for ranks
+to write flight records."""
 
 
 class RankProcesses:
@@ -215,7 +216,7 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Arrange that this process receives the signal `number` when `parent`, which started it, ends or has ended."""
     if not _asked_the_kernel(number):
         threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
-    if os.getppid() != parent:  # it ended before the kernel knew what to do
+    if os.getppid() != parent:  # the parent ended before the request was made
         os.kill(os.getpid(), number)
 
 

@@ -27,7 +27,7 @@ def main(job: Path) -> int:
     module, _, function = described["entry"].partition(":")
     try:
         answer = getattr(importlib.import_module(module), function)(described["spec"])
-    except BaseException as error:  # torch's own errors of checkpoints are no Exceptions
+    except BaseException as error:  # torch's checkpoint errors do not derive from Exception
         shortage = full_disk(error)
         # For an error of ringattn or a full disk, the message suffices. Other errors also need their traceback.
         is_explained = isinstance(error, RingError) or shortage is not None

@@ -21,13 +21,13 @@ INK, LIMIT = "#22303c", "#c0392b"
 VISIBLE = 1 / 1000
 """Share of its bar below which a component is left out."""
 BAR = 0.5
-"""Height of a bar, of the distance between two."""
+"""Height of a bar, as a share of the distance between two bars."""
 FONT, PAD = 8.5, 4.0
-"""Points of a value, and of the space around it."""
+"""The font size of a value and the space around it, in points."""
 DARK = 0.55
-"""Luminance below which a value in a bar is white."""
+"""On a color with a luminance below this, values are written in white."""
 COLUMNS = 5
-"""Entries of a row of the legend."""
+"""The number of entries in a row of the legend."""
 
 
 class Segment(NamedTuple):

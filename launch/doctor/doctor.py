@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 LARGE_BYTES, SMALL_BYTES = 16 * 2**20, 64
 MEDIUM_BYTES, LONG_S = 2**20, 0.25
-"""If large messages take longer than this, pairs exchange smaller ones."""
+"""If large messages take longer than `LONG_S`, pairs of ranks exchange messages of `MEDIUM_BYTES` instead."""
 REPEATS = {LARGE_BYTES: 5, SMALL_BYTES: 30}
 PAIR_REPEATS = {LARGE_BYTES: 3, MEDIUM_BYTES: 3, SMALL_BYTES: 10}
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 257, 4, 2, 32

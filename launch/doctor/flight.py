@@ -68,7 +68,8 @@ class Divergence(NamedTuple):
 
 
 MISSING, UNEQUAL, ABSENT, WAITING = range(4)
-"""Distances: no record; bytes differ; a rank that did not wait has not posted; a rank that waited has not posted."""
+"""Values of `Divergence.distance`. MISSING: a rank has no record. UNEQUAL: the bytes differ. ABSENT: a rank that did
+not wait has not posted its message. WAITING: a rank that waited for another message has not posted its message."""
 
 
 def label_of(flight: Mapping[str, Any]) -> str:

@@ -187,7 +187,7 @@ LOGARITHMIC = "s", "GiB"
 MOST_RATIO = 200
 """A logarithmic axis whose ends have a smaller ratio has ticks also at 2 and 5 times each power of ten."""
 MOST_PLAIN = 1e5
-"""A logarithmic axis between the inverse of this number and the number writes its ticks without powers."""
+"""A logarithmic axis that stays between 1 / `MOST_PLAIN` and `MOST_PLAIN` writes its ticks without powers of ten."""
 
 
 def draw_curves(path: str | Path, curves: Mapping[str, Sequence[Simulated]], title: str) -> None:

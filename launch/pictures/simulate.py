@@ -143,7 +143,7 @@ def shared_out(tokens: int, ranks: Sequence[int], weak: bool) -> list[int]:
 
 
 TITLE_WIDTH = 130
-"""Characters of a line of the title that the pictures have room for."""
+"""The number of characters that fit into a line of a picture's title."""
 
 
 def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
@@ -181,7 +181,7 @@ def disturbances(disturbance: Disturbance) -> str:
 
 
 NAMED = 2
-"""Slow ranks, and slow links, that a picture names; others are counted."""
+"""A picture names this many slow ranks and this many slow links, and counts the rest."""
 
 
 def _shortened(parts: Sequence[str]) -> str:

@@ -122,7 +122,8 @@ SIZE_INCHES = (4.4, 2.9)
 MOST_RATIO = 200
 """If the ratio of its ends is below this, a logarithmic axis also has ticks at 2 and 5 times each power of ten."""
 FAR = 10.0
-"""Predictions this many times off would flatten what was measured; they are in the tables and not drawn."""
+"""If the median prediction is wrong by more than this factor, the tables list the predictions, but no chart shows them,
+because they would flatten the measured curves."""
 
 Value = Callable[[Point], float | None]
 
@@ -374,5 +375,5 @@ def _chart(figure: Figure, title: str, note: str) -> Chart:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg).replace(INK, "currentColor")
     opening, rest = svg.split(">", 1)
-    opening = re.sub(r' (width|height)="[^"]*"', "", opening)  # the page decides how large
+    opening = re.sub(r' (width|height)="[^"]*"', "", opening)  # the style of the page sets the size
     return Chart(title, note, f'{opening} role="img" aria-label="{title}">{rest}')

@@ -60,7 +60,8 @@ MAY_CHANGE = frozenset({
     "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "limit_s", "tokenizer", "out", "checkpoint_every_steps",
     "resume", "restarts",
 })  # fmt: skip
-"""Keys in which a run may differ from the one it goes on with. Whatever is not here is of the model or the data."""
+"""Keys in which a run may differ from the run that it resumes. All other keys must be equal: they determine the model,
+its optimizer or the data."""
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Curve:
     grad_norms: list[float | None] = field(default_factory=list)
     """None where the step was skipped."""
     skipped_steps: list[int] = field(default_factory=list)
-    """Numbers (from 0) of the steps that were not finite and left the weights as they were."""
+    """Numbers (from 0) of the steps that did not change the weights, because a loss or gradient was not finite."""
 
 
 def checkpoints_of(
@@ -100,7 +101,7 @@ class Checkpoints:
         self.everyone, self.config, self.lock = everyone, config, lock
         self.folder = Path(config.out) / "checkpoints"
         self.damaged: list[str] = []
-        """Checkpoints that were passed over, one sentence each."""
+        """A sentence for each checkpoint that was skipped because it is damaged."""
         # Identify the text by its content, because its file may be moved, and another text may have the same path.
         facts = {key: value for key, value, _ in leaves(config) if key not in MAY_CHANGE}
         self.facts = {**facts, "text": text.digest()}
@@ -153,7 +154,7 @@ class Checkpoints:
         def end(files: dict[str, tuple[int, str]]) -> None:
             files.update({file.name: described(file) for file in partial.iterdir() if file.name not in files})
             write_run(partial, {"facts": self.facts, "job": torchrun_job(), **asdict(curve)}, files)
-            if path.exists():  # damaged, or the run would have gone on from it or from a later one
+            if path.exists():  # damaged: otherwise the run would have resumed from it or a later one
                 remove(path)
             partial.rename(path)
 
@@ -284,7 +285,7 @@ class Checkpoints:
                     f"out={self.config.out}: rank 0 sees the checkpoints {_newest(views[0][0])} and rank "
                     f"{rank} {_newest(paths)}; all machines must share this folder"
                 )
-        if resume == "auto" or views[0][1]:  # rank 0's: it wrote run.json
+        if resume == "auto" or views[0][1]:  # the view of rank 0 decides, because it wrote run.json
             return False, saved
         if saved:
             raise InputError(
@@ -476,7 +477,8 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
 }
-"""The objects of the names in `.metadata`. Its path, that of the checkpoint when it was saved, is not used."""
+"""The names that `.metadata` may contain, and their objects. The path in `.metadata`, to which the checkpoint was
+saved, is not used."""
 REMEDY = "it might run code, and `ringattn train` writes no such thing: load only checkpoints that you trust"
 
 

@@ -36,11 +36,11 @@ class Documents:
     """All tokens of a text, and where its documents end."""
 
     tokens: Tensor
-    """(tokens,), uint8 for bytes, int32 for a tokenizer's."""
+    """(tokens,), uint8 if tokens are bytes, int32 if they come from a tokenizer."""
     cuts: tuple[int, ...]
     """0, then the end of each document; no document is empty."""
     vocabulary: int
-    """Every token is below it."""
+    """The number of different tokens: every token is less than it."""
 
     def digest(self) -> str:
         """Return a digest, in hex, of everything that determines the sequences: tokens, documents and vocabulary."""
@@ -52,9 +52,9 @@ class BatchPart(NamedTuple):
     """Sequences that pass through the model at the same time."""
 
     seq: Sequence
-    """How each of them is sharded over the ring."""
+    """The sequence object that shards each of the sequences over the ring."""
     tokens: Tensor
-    """Their tokens, int64 (sequences, tokens), the same on every rank of the ring."""
+    """The tokens of the whole sequences, int64 (sequences, tokens), the same on every rank of the ring."""
 
 
 # --- reading the text ------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def packed(documents: Documents, index: int, tokens: int, seed: int) -> tuple[Te
         number, offset = divmod(position, documents.cuts[-1])
         order, ends = _shuffled(documents, number, seed)
         drawn = int(torch.searchsorted(ends, offset, right=True))
-        left = int(ends[drawn]) - offset  # of this document
+        left = int(ends[drawn]) - offset  # tokens that remain of this document
         count = min(left, tokens - cuts[-1])
         # `ends` are positions in the shuffled order, and `cuts` are positions in the text. The distance to the end of
         # the document is the same in both.

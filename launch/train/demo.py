@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 BOUNDS = {"fp32": 1e-4, "fp64": 1e-9}
 """Largest relative difference of two losses of the same step.
 
-The runs are the same function, summed in another order. float64 leaves no room: a mean of the ranks' means, the usual
-mistake, is off by 1e-5 here, far above 1e-9, and rounding is far below it. In float32 rounding starts at 1e-7, and
-training amplifies it by as much as it is unstable: with the demo's learning rate float32 losses stay within a few 1e-6
-of each other, with three times that rate even float64 ones part by 1e-8. So this bound also says that the demo's
-training is a stable one.
+The runs compute the same function and differ only in the order of their sums. In float64, the bound is far above
+rounding and far below the usual mistake: a mean of the ranks' means is wrong by 1e-5 here. In float32, rounding errors
+begin at 1e-7, and unstable training amplifies them. With the demo's learning rate, float32 losses differ by a few 1e-6;
+with three times that rate, even float64 losses differ by 1e-8. So the bound also checks that the training is stable.
 """
 FP64_STEPS = 8
 SHOWN_STEPS = 3

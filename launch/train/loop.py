@@ -51,7 +51,7 @@ from ringattn.layers.tiled import Tiling, tiled
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IGNORE = -100
-"""The label that does not count, as in torch's cross entropy."""
+"""The label of positions without a loss, as in torch's cross entropy."""
 LINES = 10
 """Lines of progress without a terminal, if steps are fast."""
 QUIET_S, QUIET_SHARE = 5.0, 0.02
@@ -297,7 +297,7 @@ def backward(
     if everyone is not ring:
         # Two communicators of one GPU must not be active at the same time.
         ring.synchronize()
-    everyone.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed those it sharded
+    everyone.all_reduce([total, *(grads if config.sharding == "none" else ())])  # FSDP has summed sharded gradients
     return total
 
 

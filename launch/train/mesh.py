@@ -33,9 +33,9 @@ from ringattn.launch.train.data import Documents, load
 from ringattn.transport.local import LocalTransport
 
 PROCESS_KEYS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", "limit_s"})
-"""Keys in which ranks may differ: files may have other paths on another machine, and their content is compared."""
+"""Keys whose values may differ between ranks. A file may have another path on each machine; its content is compared."""
 DYING_S = 5.0
-"""How long to wait for the folder of a run, because the ranks of a command that was killed take a while to end."""
+"""How long to wait for the lock of a run's folder: the ranks of a killed command take a while to end and release it."""
 
 
 # --- the mesh --------------------------------------------------------------------------------------------------------

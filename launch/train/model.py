@@ -45,10 +45,12 @@ from ringattn.layers.rotary import Rope
 from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim) -> like q; causal."""
+"""Causal attention: from q (batch, tokens, heads, head_dim) and k, v (batch, tokens, kv_heads, head_dim), the output,
+which has the shape of q."""
 
 Head = Callable[[Tensor, nn.Module], Tensor]
-"""Normalized hidden states (batch, tokens, dim), and what makes logits of any of them -> what the caller wants."""
+"""A function of the normalized hidden states (batch, tokens, dim) and of the layer that computes logits from them. It
+returns, for example, a loss."""
 
 
 class Linear(nn.Linear):
@@ -129,7 +131,7 @@ class Block(nn.Module):
         """Run a part of the block. If the block's policy is `recompute`, drop its activations and recompute them."""
         if self.recompute != recompute:
             return part(*inputs)
-        return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing here draws numbers
+        return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False)  # nothing is random
 
 
 class Transformer(nn.Module):
@@ -213,7 +215,7 @@ def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: fl
     # their backward begins immediately.
     parts.append(fully_shard(model, mesh=mesh, reshard_after_forward=False))
     for part in parts:
-        part.set_gradient_divide_factor(1.0)  # of that part alone; the default divides by the ranks
+        part.set_gradient_divide_factor(1.0)  # for this part only; the default divides by the number of ranks
         # Without this, float32 and bf16 gradients would be reduced by PREMUL_SUM, which gloo does not have.
         part.set_force_sum_reduction_for_comms(True)
 
@@ -243,7 +245,7 @@ def local_bytes(tensor: Tensor) -> int:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         inner = (getattr(tensor, name) for name in names)
-        return sum(local_bytes(part) for part in inner if isinstance(part, Tensor))  # a DTensor has its mesh there too
+        return sum(local_bytes(part) for part in inner if isinstance(part, Tensor))  # a DTensor also names its mesh
     return tensor.numel() * tensor.element_size()
 
 

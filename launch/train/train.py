@@ -69,7 +69,7 @@ def _run(config: TrainConfig) -> dict[str, Any]:
     else:
         from ringattn.launch.train.mesh import locked_folder
 
-        with locked_folder(config.out):  # refused before any rank starts; then rank 0 locks it
+        with locked_folder(config.out):  # raises before any rank starts; later, rank 0 locks the folder
             pass
     if in_torchrun or (processes == 1 and not config.restarts):
         # Run a single rank in this process, because that takes less time than starting a new one.
