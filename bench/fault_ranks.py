@@ -81,7 +81,7 @@ class Answer:
     message: str = ""
     at_s: float = 0.0
     waits_s: float = 0.0
-    """When the failed wait began; an earlier fault cannot be noticed before that."""
+    """When the wait that failed began: a fault that happened earlier cannot be noticed before."""
     child: str = ""
     """What a forked child of this rank raised, and whether it ended."""
 

@@ -21,7 +21,7 @@ from ringattn.kernels.launch import LaunchCall
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 65_536
 SHARED_BYTES = {80: 167_936, 86: 102_400, 89: 102_400, 90: 233_472, 100: 233_472, 120: 102_400}
-"""Per SM, including what it reserves; CUDA C Programming Guide, "Technical Specifications"."""
+"""Shared memory per SM, with `RESERVED_BYTES` of each block; CUDA C Programming Guide, "Technical Specifications"."""
 RESERVED_BYTES = 1024
 """Shared memory reserved for each thread block."""
 THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}

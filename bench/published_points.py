@@ -167,21 +167,21 @@ MAGI_ROWS: dict[tuple[str, str, str, str], tuple[float, ...]] = {
     ("B200", "causal", "backward", "ulysses_ring"): (814, 857, 895, 911),
     ("B200", "causal", "backward", "double_ring"): (815, 837, 859, 899),
 }
-"""TFLOP/s a GPU; 64:8 heads of 128, 8192 (H100) and 16384 (B200) tokens a rank; double_ring is LoongTrain's."""
+"""TFLOP/s per GPU; 64:8 heads of 128, 8192 (H100) and 16384 (B200) tokens per rank; double_ring is LoongTrain's."""
 
 DOCUMENT_SHARE = {65536: 0.125, 131072: 0.103, 262144: 0.075, 524288: 0.058, 1 << 20: 0.035}
 """Pairs of packed documents over all pairs, from the benchmark's histogram of lengths, uncertain by a fifth."""
 DOCUMENT_STEPS = {"H100": (1.72, 1.67, 1.79, 2.26), "B200": (1.30, 3.37, 4.25, 4.16)}
-"""Milliseconds a step of the ring over packed documents, forward."""
+"""Milliseconds per step of a ring over packed documents, in forward."""
 
 ZHUZILIN_ROWS = {
     ("H800", "contiguous"): (38.5, 10.4), ("H800", "zigzag"): (63.0, 17.4), ("H800", "striped"): (55.0, 16.0),
     ("A100", "contiguous"): (24.0, 6.2), ("A100", "zigzag"): (38.2, 10.6), ("A100", "striped"): (32.5, 9.75),
 }  # fmt: skip
-"""Forward passes a second, and with backward; 8 ranks of 8192 tokens, 32:8 heads of 128, causal."""
+"""Passes per second: forward alone, and forward with backward; 8 ranks of 8192 tokens, 32:8 heads of 128, causal."""
 
 BURST_ROWS = {65536: (60, 181), 131072: (184, 668), 262144: (695, 2578), 524288: (2659, 10107), 1 << 20: (10868, 40276)}
-"""Milliseconds forward, and with backward; 8 A100, 32:32 heads of 128, no mask."""
+"""Milliseconds: forward alone, and forward with backward; 8 A100, 32:32 heads of 128, no mask."""
 
 ENGINE_ROWS: dict[tuple[str, str], dict[int, float]] = {
     ("ulysses_ring", "heads inside"): {131072: 140.66, 262144: 447.32, 524288: 1985.43},

@@ -36,7 +36,7 @@ GATE_TOKENS_PER_RANK = 96
 BAR = 0.02
 """The largest share of a pass that recording may add."""
 PLAYS = 200
-"""How often a pass is replayed, five times over; the best time counts, because other programs disturb it least."""
+"""The number of replays of a pass in a series. The best of five series counts: other programs disturb it least."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rich.console import Console
 RESULTS = "bench/results/cpu"
 
 Say = Callable[[str], None]
-"""Shows one line of progress."""
+"""A function that shows one line of progress."""
 
 
 @dataclass

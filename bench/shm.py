@@ -236,7 +236,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
 
 LEVEL = 0.95
 NEAR = 0.05
-"""How much slower the first may be and still count as level."""
+"""Two series count as level if the first is slower by at most this share."""
 
 
 class Ratio(NamedTuple):

@@ -38,7 +38,7 @@ END_S = 120.0
 """How long starting and ending may take."""
 
 Samples = list[dict[str, float]]
-"""What a rank held over time."""
+"""The resources that a rank used, by time."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 Scratch = Callable[[Any, tuple[Any, ...]], int]
-"""From an operator (`OpOverload`) and its arguments: bytes that live only inside the call."""
+"""A function of an operator (`OpOverload`) and its arguments: the bytes that are allocated only during the call."""
 
 
 class StorageMeter(TorchDispatchMode):

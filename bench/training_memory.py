@@ -49,7 +49,7 @@ BYTES = 256
 """The vocabulary: `ringattn train` reads bytes."""
 
 SAME_LOSS = 1e-5
-"""Relative, in float32; other ring sizes sum in another order."""
+"""Largest relative difference of losses in float32: rings of different sizes sum in different orders."""
 
 
 @dataclass(frozen=True)

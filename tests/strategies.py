@@ -264,7 +264,7 @@ NOTABLE = (
     branched("striped", 16, 4, (Band(2, 3), None), (Band(-5, 2), StridedRange(1, 2))),
     branched(
         "contiguous", 16, 2, (Band(0, 5), StridedRange(0, 1)), (Band(0, 5), StridedRange(0, 1))
-    ),  # a pair that counts twice
+    ),  # both branches have these pairs, so they count twice
 )
 """Cases that every run includes, in addition to random ones."""
 

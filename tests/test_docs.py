@@ -74,7 +74,7 @@ def test_links_lead_to_files() -> None:
 
 
 FORMER = {"runtime/spec.py"}
-"""Files that a record names as what was there before."""
+"""Files that no longer exist, but that a decision record names."""
 
 
 def test_files_that_pages_name_exist() -> None:

@@ -286,7 +286,7 @@ REPLACED = {
     "Ticket": "WorkHandle", "Pulse": "Heartbeat", "pulse": "heartbeat", "Beating": "HeartbeatThread",
     "accusation": "failure attribution", "accuse": "attribute_failure",
 }  # fmt: skip
-"""Words of this project alone, and the field's own that stand for them now."""
+"""Words that only this project used, and the established terms that have replaced them."""
 
 
 def test_private_words_stay_out() -> None:

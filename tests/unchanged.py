@@ -37,9 +37,9 @@ GROUPS = {
         "tests/kernels/interpreter_rows",
     ),
 }
-"""The files with which each begins. The tests that belong to it are marked `unchanged(group)`."""
+"""The test files of each group. The tests that belong to it are marked `unchanged(group)`."""
 DATA = ("*.json", "conftest.py", "golden*/*.json")
-"""What is read beside a module without being imported."""
+"""Files next to a module that it reads without importing them."""
 
 
 class Read(NamedTuple):

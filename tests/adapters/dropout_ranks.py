@@ -24,7 +24,7 @@ from tests.adapters.ranks import Batch, InDouble, batches, in_double, one_proces
 
 P, NAME = 0.3, "known_dropout"
 HOW: tuple[dict[str, Any], ...] = ({"use_reentrant": True}, {"use_reentrant": False})
-"""The options of checkpointed layers, which alternate between the two world sizes."""
+"""The options of checkpointed layers. They alternate from step to step, and differ between the two world sizes."""
 PARTS: list[list[int]] = [[0], [1, 3], [2]]
 """Rows of the padded batch whose real tokens begin alike, which attend together where attention is causal."""
 CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "padded"))

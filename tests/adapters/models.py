@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
 }
-"""By name: the model type and what differs from the small one."""
+"""By name: the model type, and the options that differ from `_SMALL`."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_text": (
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["full_attention", "linear_attention"], "num_experts": 2, "num_experts_per_tok": 1},
     ),
 }  # fmt: skip
-"""Models that are refused as they stand."""
+"""Models that are refused, in the same form."""
 
 
 def tiny_model(name: str, attention: str, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def build_model(of: str, config: str, **options: Any) -> Any:
 
 
 ROTARY_TOKENS = 16
-"""The length from which the models of `rotary` take other frequencies."""
+"""The length from which the models of `rotary` use other frequencies."""
 
 
 def rotary(kind: str) -> Any:

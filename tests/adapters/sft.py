@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled": ("text", {"packing": True, "packing_strategy": "wrapped", **COMPILED}),
     "sharded": ("text", {"packing": True, "fsdp": True, "fsdp_config": SHARDED}),
 }
-"""By name: the data, and what differs of SFTConfig."""
+"""By name: the data, and the options of SFTConfig that differ from the usual ones."""
 OVER_RANKS = "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend"
 """Options that the reference process does not need."""
 METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")

@@ -549,7 +549,7 @@ def inference_tensor() -> Variable:
 
 
 VARIABLES = [closure, numpy_memory, written_data, inference_tensor]
-"""A number, and tensors that change without a new version."""
+"""A number, and tensors that change while their version counter does not."""
 
 
 class Counted:

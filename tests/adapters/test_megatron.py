@@ -66,7 +66,7 @@ OF_MODES: dict[str, dict[str, Any]] = {
     "compile": {},
     "FSDP2": {"transformer_impl": "local"},
 }  # fmt: skip
-"""Modes by the options of the config."""
+"""The options of the config, by mode."""
 
 
 @contextmanager

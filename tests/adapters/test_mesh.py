@@ -37,7 +37,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "embedding-pytorch.md"
 OPENED: WeakSet[Ring] = WeakSet()
 """The rings that context_parallel opened, one for each mesh."""
 TOKENS, ROWS, DIM, VOCABULARY = 19, 2, 16, 11
-"""`ROWS` sequences a step, shared out over data parallelism."""
+"""A step has `ROWS` sequences in all, which the data-parallel ranks share."""
 
 
 class Block(nn.Module):

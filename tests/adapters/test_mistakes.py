@@ -24,7 +24,7 @@ from ringattn.testing import run_ranks
 
 TOKENS = torch.randint(256, (2, 37), generator=torch.Generator().manual_seed(3))
 PROMPT = 15
-"""Tokens that are read, not learned: labels fall unevenly on the ranks."""
+"""Tokens that have no label, so that ranks have different numbers of labels."""
 
 
 def model() -> Transformer:

@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "deepstack_visual_indexes": [0],
     }),
 }  # fmt: skip
-"""By name: its classes, and what differs from the small text and tower."""
+"""By name: the prefix of its classes, and the options that differ from `TEXT` and from `TOWER`."""
 
 
 def model(name: str, of: str = "ForConditionalGeneration") -> Any:

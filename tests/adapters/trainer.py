@@ -217,7 +217,7 @@ LOSSES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
     "z-loss, padded on the left": (ZLoss, {}, {"data_collator": left_padded}),
     "z-loss, sharded": (ZLoss, SHARDED, {}),
 }
-"""Losses of users: the Trainer, and what differs of TrainingArguments and of Trainer's arguments."""
+"""Losses that users define: the Trainer, and the TrainingArguments and arguments of Trainer that differ."""
 QUICK = ("packed, reentrant", "packed, reentrant by configuration")
 _TWO = (
     "packed",

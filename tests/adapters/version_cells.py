@@ -173,7 +173,7 @@ FORKED: dict[str, Callable[[str], float]] = {
     "TRL's DPOTrainer": preferred,
     "FSDP2, 2 steps, packed": lambda folder: far_off_sharded(eager("llama"), PACKED),
 }
-"""Those whose processes are forked from this one, which has no threads until they are done."""
+"""Cells whose ranks are forked from this process. They run first, because this process has no threads yet."""
 
 EXACT: dict[str, Cell] = {
     "Llama": lambda: far_from_one(eager("llama"), PLAIN),

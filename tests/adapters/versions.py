@@ -10,15 +10,15 @@ from tests.adapters.processes import ROOT, call_in_program
 
 TOLERANCE = 1e-9
 EVERY_CELL = "TESTS_EVERY_CELL"
-"""A variable: whether the tests run every version."""
+"""The environment variable that makes the tests run every version."""
 TRL, PEFT = "1.16.0", "0.21.2"
 WITH_TRL = (
     f"trl=={TRL}", f"peft=={PEFT}", "datasets==5.2.0", "pyarrow==24.0.0", "pandas==3.1.1", "dill==0.4.1",
     "multiprocess==0.70.19", "xxhash==4.1.0", "python-dateutil==4.0.0", "six==1.17.0", "pytz==2026.6", "tzdata==2026.6",
 )  # fmt: skip
-"""TRL, and the requirements of it that the tests' environment lacks."""
+"""TRL, and those of its requirements that the tests' environment lacks."""
 BEFORE_TRL = {"4.57.6": ("datasets==4.7.0", "httpx==0.28.1", "httpcore==1.0.9")}
-"""Other requirements of TRL for a version: datasets that run with its huggingface_hub."""
+"""By version: packages that replace requirements of TRL, because this `datasets` runs with its huggingface_hub."""
 _HUB_1 = ("huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9")
 _TOKENIZERS_22 = (*_HUB_1, "tokenizers==0.22.2")
 VERSIONS: dict[str, tuple[str, ...]] = {

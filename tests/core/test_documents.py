@@ -82,7 +82,7 @@ def test_a_single_document_costs_the_same_as_zigzag(ranks: int) -> None:
     length = 96 * ranks
     load, zigzag = load_of((0, length), placed((0, length), ranks)), problem_of((0, length), ranks, "zigzag")
     assert sum(load.sent) == read_sets_of(zigzag).totals[1]
-    assert max(load.pairs) - min(load.pairs) < length  # equal to less than the pairs of one query
+    assert max(load.pairs) - min(load.pairs) < length  # they differ by less than the pairs of the last query
 
 
 def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
@@ -91,7 +91,7 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
     load = load_of(bounds, placed(bounds, 4))
     assert max(load.pairs) <= 1.01 * sum(load.pairs) / 4
     assert load.in_steps <= 1.01 * sum(load.pairs) / 4, "no step waits for one rank"
-    assert sum(load.sent) == 9000  # zigzag alone: three quarters of its tokens to each of three ranks
+    assert sum(load.sent) == 9000  # as zigzag of the long document: 6 + 5 + 4 + 3 chunks of 500
     # The second choice cuts the long document into four parts with equal pairs, at sqrt(k / 4) of its length for k = 1,
     # 2, 3. The part after a cut reads all tokens before that cut.
     fewest = load_of(bounds, place(bounds, 4, CHOICES[1]))

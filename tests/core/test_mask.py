@@ -115,7 +115,7 @@ def test_parts_cut_the_heads_where_branches_do(case: Case) -> None:
 @pytest.mark.parametrize(
     ("heads", "parts"),
     [
-        ([StridedRange(0, 3)], [(0, 2), (2, 1)]),  # of the second K/V head one query head reads, so it belongs
+        ([StridedRange(0, 3)], [(0, 2), (2, 1)]),  # query head 2 reads K/V head 1, so the branch has all of it
         ([StridedRange(3, 1)], [(0, 1), (1, 1), (2, 1)]),
         ([StridedRange(1, 2), StridedRange(4, 2)], [(0, 2), (2, 1)]),
         ([StridedRange(2, 0)], [(0, 3)]),

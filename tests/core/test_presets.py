@@ -109,7 +109,7 @@ def test_fractions_are_those_counted_one_by_one(
     reached = [100 * part for part in kept.any(1).double().mean(1).tolist() if part < 1]
     blind = 100 * (1 - kept.any(0).double().mean().item())
     warnings = coverage_warnings(given_branches, heads, offset, kv_heads, length)
-    assert percentages(warnings, "of the queries") == pytest.approx(reached, rel=5e-3)  # three digits are said
+    assert percentages(warnings, "of the queries") == pytest.approx(reached, rel=5e-3)  # a warning has three digits
     assert percentages(warnings, "attend to no key") == pytest.approx([blind] if blind else [], rel=5e-3)
 
 

@@ -269,7 +269,7 @@ def test_options_of_torchs_layer_are_refused_by_name(options: dict[str, Any], me
         RingMultiheadAttention(EMBED, HEADS, **options)
     RingMultiheadAttention(EMBED, HEADS, dropout=0.0, kdim=EMBED, vdim=EMBED, add_bias_kv=False, add_zero_attn=False)
     with pytest.raises(InputError, match=r"num_kv_heads must be a number of heads, got 0\.1; pass options by name"):
-        RingMultiheadAttention(EMBED, HEADS, 0.1)  # type: ignore[arg-type]  # where torch's layer has dropout
+        RingMultiheadAttention(EMBED, HEADS, 0.1)  # type: ignore[arg-type]  # the position of torch's dropout
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ def test_branches_that_cannot_reach_every_query_are_warned_of_once() -> None:
         warnings.simplefilter("error")
         attend(q, q, q)
         layer(X.float())
-        DilatedAttention(LENGTHS, RATES)(q, q, q)  # which reaches every query
+        DilatedAttention(LENGTHS, RATES)(q, q, q)  # reaches every query, so it does not warn
     with pytest.warns(UserWarning, match=r"no branch has r=1: 50 % of the rows"):
         RingMultiheadDilatedAttention(EMBED, HEADS, (4,), (2,))
 

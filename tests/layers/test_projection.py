@@ -101,7 +101,7 @@ def test_norm_and_rotation_round_once(dtype: torch.dtype) -> None:
     (exact,) = project(*wide, 1, 0, 16, norms=(norm.double(), None), turns=(wide_turn, None))
     assert q.dtype == dtype
     half_step = exact.abs() * torch.finfo(dtype).eps / 2
-    assert ((q.double() - exact).abs() <= half_step + 1e-6).all()  # 1e-6: what float32 does on the way
+    assert ((q.double() - exact).abs() <= half_step + 1e-6).all()  # 1e-6: float32 rounding in between
 
 
 def auto(device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = DIM) -> str:

@@ -74,7 +74,7 @@ def test_frozen_weights_and_inputs_get_no_gradient() -> None:
 @pytest.mark.parametrize("rows", [0, 3, 11])
 def test_sums_of_tiles(rows: int) -> None:
     head, x, labels = nn.Linear(8, 5, dtype=torch.float64), drawn(rows, 8).requires_grad_(), torch.arange(rows) % 5
-    labels[::3] = -100  # the last tile of 11 in threes is without a label that counts
+    labels[::3] = -100  # every tile has a row without a label
 
     def loss(rows: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(head(rows), labels, reduction="sum")
@@ -94,7 +94,7 @@ def test_backward_draws_what_forward_drew() -> None:
     got = gradients(part, x, actual)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(0)
-    FeedForward(dropout=0.5)  # draws weights as the first did, so that the generator is where it was
+    FeedForward(dropout=0.5)  # draws its weights, so that the generator has the same state as before `tiled`
     expected = torch.cat([part(rows) for rows in x.split(4)])
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
     for grad, true_grad in zip(got, gradients(part, x, expected), strict=True):
@@ -104,7 +104,7 @@ def test_backward_draws_what_forward_drew() -> None:
 def test_autocast_is_that_of_the_forward() -> None:
     part, x = FeedForward(dtype=torch.float32), drawn(11, 8, dtype=torch.float32).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rows = x * 1  # the cast of a leaf would be cached, and gradients of its two uses added in bfloat16
+        rows = x * 1  # no leaf: its cast would be cached, and the gradients of two uses added in bfloat16
         expected, actual = part(rows), tiled(Tiling(part, 16), rows, list(part.parameters()))
     assert actual.dtype == expected.dtype == torch.bfloat16 and torch.equal(actual, expected)
     reference = gradients(part, x, expected)

@@ -30,8 +30,8 @@ def verify_placement(plan: Plan) -> None:
     written: dict[int, int] = {}
     whole: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
-    arrived: dict[int, int] = defaultdict(int)  # elements, from the first on
-    ended = set[int]()  # received queries that have their result, by their buffer
+    arrived: dict[int, int] = defaultdict(int)  # the number of elements that each buffer has received
+    ended = set[int]()  # buffers of received queries whose result is complete
 
     parts: dict[int, list[int]] = defaultdict(list)
     for index, inner in enumerate(plan.buffers):

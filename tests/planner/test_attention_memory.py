@@ -176,7 +176,7 @@ def test_a_storage_counts_once_while_it_lives() -> None:
     before = torch.zeros(100)
     with StorageMeter() as meter:
         assert before.view(10, 10).sum(0).shape == (10,)
-        assert meter.live_bytes == 0 and meter.peak_bytes == 40  # a view of an older tensor, and its short-lived sums
+        assert meter.live_bytes == 0 and meter.peak_bytes == 40  # an older tensor's view counts 0, its sums 40
         first = torch.zeros(1000)
         views = [first[:10], first.view(10, 100).t()]
         assert meter.live_bytes == 4000

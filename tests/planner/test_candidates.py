@@ -86,7 +86,7 @@ def test_every_schedule_is_predicted_from_its_plans_or_left_out_with_a_reason(cl
 
 def test_nodes_and_links_decide() -> None:
     """A slow network between nodes needs other schedules than a fast link inside a node."""
-    assert choose_route(problem_of(4, 4096), "auto", machines((0,) * 4, bandwidth=1e12)).name == "ring"  # all hidden
+    assert choose_route(problem_of(4, 4096), "auto", machines((0,) * 4, bandwidth=1e12)).name == "ring"  # all is hidden
     network = machines((0, 0, 1, 1), node_bandwidth=1e9, bandwidth=1e12, node_peer_bandwidth=1e8)
     table = by_name(compared(problem_of(4, 1024), network))
     ring, double = table["ring"].seconds, table["double_ring"].seconds
@@ -366,10 +366,10 @@ def test_times_are_near_those_of_the_simulator(problem: Problem, machines: Clust
 
 
 def test_the_fastest_is_taken() -> None:
-    assert choose_route(geometric(), "auto").name == "all_gather"  # hidden, and one message to each reader
+    assert choose_route(geometric(), "auto").name == "all_gather"  # work hides the messages, one to each reader
     far = PROBLEMS["half of the work far away"]
-    assert choose_route(far, "auto").name == "all_gather"  # four ranks save too little for two phases,
-    assert choose_route(far, "auto", SLOW).name == "ulysses"  # unless bytes are dear
+    assert choose_route(far, "auto").name == "all_gather"  # on four ranks, two phases save too little,
+    assert choose_route(far, "auto", SLOW).name == "ulysses"  # unless links are slow
     assert choose_route(dilated(1 << 15, 8, (512, 1 << 15), (1, 4)), "auto").name == "ulysses"
     # All remote rows are too many to hold at a time, and more than half of them need not be sent.
     assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "ulysses"

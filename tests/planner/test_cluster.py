@@ -30,7 +30,7 @@ def test_presets_say_where_they_come_from() -> None:
     assert {"a100", "h100", "h200", "b200", "gb200", "l20", "rtx4090", "cpu"} == set(CLUSTERS)
     for name, cluster in CLUSTERS.items():
         assert cluster_named(name) is cluster
-        assert cluster.source and not cluster.calibrated  # a preset was not measured on the machine at hand
+        assert cluster.source and not cluster.calibrated  # a preset is not measured on the user's machine
         assert re.search(r"\((published|derived|measured)", cluster.name), "a prediction shows what it rests on"
     assert len({cluster.name for cluster in CLUSTERS.values()}) == len(CLUSTERS)
 
@@ -94,7 +94,7 @@ def test_links_of_a_ring_join_machines_that_tell_no_nodes() -> None:
     assert [joined.node_of(rank) for rank in range(3)] == [0, 0, 1]
     assert [joined.link_class(rank, 0) for rank in (1, 2)] == [LinkClass.NVLINK, LinkClass.NETWORK]
     assert joined.joined(Links((0, 1, 2))) is joined and REFERENCE.joined(None) is REFERENCE
-    assert CLUSTERS["h100"].joined(links) is CLUSTERS["h100"]  # says eight a machine, of machines that are not at hand
+    assert CLUSTERS["h100"].joined(links) is CLUSTERS["h100"]  # a preset has its own nodes of eight ranks
     with pytest.raises(InputError, match=r"cluster='no machine, .*': its links join 3 ranks, but there are 4"):
         joined.check_ranks(4)
 
@@ -221,7 +221,7 @@ def test_the_class_of_a_pair() -> None:
         ((0, 0, 0), 0, 0),
         ((0, 0, 1, 1), 2, 2),
         ((0, 1, 0, 1), 4, 2),
-        ((0, 1, 1, 0), 2, 2),  # it enters either node once, whatever rank it begins at
+        ((0, 1, 1, 0), 2, 2),  # the ring enters each node once; ranks 3 and 0 share a node
         ((0, 0, 0, 1), 2, 2),
         ((0, 0, 1, 2, 2, 2), 3, 3),
         ((0, 1, 2, 0, 1, 2, 0), 6, 3),

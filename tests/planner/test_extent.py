@@ -64,11 +64,11 @@ def test_tiles_are_counted_before_the_band(layout: str, causal: bool, monkeypatc
     monkeypatch.setattr(candidates, "MOST_TILES", count - 1)
     assert excess(problem) and excess(problem, by_head=True)
     monkeypatch.setattr(candidates, "MOST_TILES", count)
-    assert causal == bool(excess(problem))  # the count is exact where no band hides any
+    assert causal == bool(excess(problem))  # the count is exact unless a causal band hides tiles
     assert excess(problem, by_head=True)
     monkeypatch.setattr(candidates, "MOST_TILES", 1)
     assert "for each of 2 groups" in str(excess(problem, by_head=True, groups=2))
-    assert not excess(problem, by_head=True, groups=10**6)  # one of them is planned at a time
+    assert not excess(problem, by_head=True, groups=10**6)  # groups are planned one at a time
 
 
 WORDS = {

@@ -42,9 +42,9 @@ def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
     """Return the bytes of one row of one head in a buffer of `dtype`."""
     q, v, batch = plan.problem.head_dim, plan.problem.value_dim, plan.problem.batch
     if dtype not in ITEM_BYTES:
-        return batch * (math.ceil((q + v) / 4) * 4 + 2 * 4)  # a byte each, and two float32 scales
+        return batch * (math.ceil((q + v) / 4) * 4 + 2 * 4)  # a byte per element, and two float32 scales
     values = {Kind.KV: q + v, Kind.DKV: q + v, Kind.Q: q, Kind.DQ: q}.get(kind, v) * ITEM_BYTES[dtype]
-    scalars = {Kind.OUT: 1, Kind.GRAD_OUT: 2}.get(kind, 0)  # lse; lse and delta
+    scalars = {Kind.OUT: 1, Kind.GRAD_OUT: 2}.get(kind, 0)  # OUT: lse; GRAD_OUT: lse and delta
     return batch * (math.ceil(values / 4) * 4 + 4 * scalars)
 
 
@@ -179,7 +179,7 @@ def buffer_rows(case: Case, plan: Plan, buffer: int, update: AttendOp) -> list[t
 # --- memory computed by hand -----------------------------------------------------------------------------------------
 
 ROWS = 16
-SHARD = ROWS * (64 + 64) * 2  # K and V of one shard in bf16; sums are twice as wide
+SHARD = ROWS * (64 + 64) * 2  # K and V of one shard in bf16; dK and dV in float32 take twice as much
 
 
 def shards(ranks: int, backward: bool, route: str = "ring", name: str = "contiguous", wire: str | None = None) -> float:
@@ -192,7 +192,7 @@ def shards(ranks: int, backward: bool, route: str = "ring", name: str = "contigu
 @pytest.mark.parametrize("ranks", [4, 8, 16])
 def test_a_chain_needs_the_same_memory_at_any_length(ranks: int, name: str) -> None:
     assert shards(ranks, False, name=name) == 2
-    assert shards(ranks, True, name=name) == 8  # two of K/V, three of sums that are twice as wide
+    assert shards(ranks, True, name=name) == 8  # two of K/V, and three of dK/dV, which count twice
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -213,13 +213,13 @@ def test_eight_bits_need_room_to_restore_the_blocks_of_a_step(ranks: int) -> Non
     for wire in ("int8", "float8_e4m3fn"):
         assert shards(ranks, False, wire=wire) == 2 * slot + 1
         assert shards(ranks, True, wire=wire) == 2 * slot + 1 + 3 * 2
-        assert shards(ranks, False, "all_gather", wire=wire) == ranks * slot + ranks - 1  # attended in one step
+        assert shards(ranks, False, "all_gather", wire=wire) == ranks * slot + ranks - 1  # one step restores all
 
 
 def test_a_narrow_wire_needs_a_packed_copy_of_the_sum() -> None:
     case = simple("contiguous", 64, 4)
     wide, narrow = (plan_of(replace(case.problem, wire_dtype=wire), RING, 1, True) for wire in (None, "bfloat16"))
-    assert narrow.bytes_sent == wide.bytes_sent * 2 // 3  # K/V once, sums at one instead of two
+    assert narrow.bytes_sent == wide.bytes_sent * 2 // 3  # K/V: 1 shard; dK/dV: 1 instead of 2
     assert any(pack.source != LOCAL for step in narrow.steps for pack in step.packs)
     assert all(pack.source == LOCAL for step in wide.steps for pack in step.packs)
 
@@ -227,11 +227,11 @@ def test_a_narrow_wire_needs_a_packed_copy_of_the_sum() -> None:
 # --- idle ranks ------------------------------------------------------------------------------------------------------
 
 IDLE_CASES = [
-    cross(("contiguous", "contiguous"), (0, 6), (0, 24), 4),  # all keys that are read are rank 0's
+    cross(("contiguous", "contiguous"), (0, 6), (0, 24), 4),  # rank 0 owns all keys that are read
     cross(("contiguous", "contiguous"), (0, 6), (0, 0), 4),  # there are no keys
     cross(("contiguous", "contiguous"), (0, 0), (0, 6), 4),  # there are no queries
     cross(("contiguous", "contiguous"), (0, 4, 8), (0, 0, 9), 4),  # the first document has no keys
-    simple("contiguous", 2, 4),  # two ranks have a token
+    simple("contiguous", 2, 4),  # only two ranks have a token
 ]
 
 

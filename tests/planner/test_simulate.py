@@ -284,7 +284,7 @@ def test_a_causal_square_costs_whole_blocks() -> None:
 def test_a_window_has_two_edges_and_full_tiles_none() -> None:
     q, k = StridedRange(1000, 100), StridedRange(0, 2000)
     assert computed_pairs(q, k, Band(0, 99), 64) == 100 * 100 + 2 * 100 * 32
-    assert computed_pairs(q, k, Band(0, 9), 64) == 100 * 10 + 2 * 100 * 5  # half the band at most
+    assert computed_pairs(q, k, Band(0, 9), 64) == 100 * 10 + 2 * 100 * 5  # an edge costs at most half of the band
     assert computed_pairs(StridedRange(0, 100), StridedRange(0, 50), Band(-1000, 1000), 64) == 5000
 
 
@@ -318,7 +318,7 @@ def test_no_rank_is_busier_than_the_whole(case: Case) -> None:
             slack = 1e-6 * (1 + time.total_us)
             for rank, plan in enumerate(plans):
                 work_us = sum(step_s(plan, step, cluster) for step in plan.steps) * 1e6
-                assert time.busy_us[rank] >= work_us - slack  # sharing makes it longer, nothing makes it shorter
+                assert time.busy_us[rank] >= work_us - slack  # shared processors only make it longer
                 assert time.total_us >= time.busy_us[rank] + time.exposed_us[rank] - slack
                 assert time.waiting_us[rank] == pytest.approx(time.total_us - time.busy_us[rank])
                 sent = sum(span.nbytes for span in time.spans[rank])

@@ -56,7 +56,7 @@ def test_calls_with_different_gradient_needs_are_compared_every_time() -> None:
     sides = [ConsistencyCheck(NoticingTransport()) for _ in range(2)]  # type: ignore[arg-type]
     for needs in (("q", "q"), ("", ""), ("q", ""), ("", "q"), ("q", "q"), ("", "")):
         asks = [needs_gradient_comparison(side, "a", needs[rank], needs[1 - rank]) for rank, side in enumerate(sides)]
-        if needs[0] != needs[1] and sides[0].calls == 3:  # both skip it, so only the heartbeat can notice
+        if needs[0] != needs[1] and sides[0].calls == 3:  # both skip the comparison, so only the heartbeat can notice
             assert asks == [False, False]
             for side in sides:
                 side._agreed.clear()
@@ -82,7 +82,7 @@ def test_comparisons_are_forgotten_in_the_order_of_their_last_use(monkeypatch: p
     monkeypatch.setattr(agreement, "KEPT_AGREEMENTS", 3)
     side = ConsistencyCheck(NoticingTransport())  # type: ignore[arg-type]
     assert all(needs_comparison(side, words) for words in "abc")
-    assert not needs_comparison(side, "a") and needs_comparison(side, "d")  # which forgets b
+    assert not needs_comparison(side, "a") and needs_comparison(side, "d")  # d evicts b
     assert not needs_comparison(side, "a") and not needs_comparison(side, "c") and needs_comparison(side, "b")
     for number in range(100):
         needs_comparison(side, str(number))
@@ -138,7 +138,7 @@ def test_on_a_gpu_the_ring_stays_usable_after_a_call_that_all_ranks_refused(refu
             if n == 3:
                 scale = (float("nan") if refuses else 0.5) if ring.rank else None
                 with pytest.raises(InputError):
-                    ring.attention(x, x, x, seq, causal=True, scale=scale)  # not compared earlier
+                    ring.attention(x, x, x, seq, causal=True, scale=scale)  # not compared before
             ring.attention(x, x, x, seq)
             time.sleep(0.05)  # several heartbeats
         ring.synchronize()
@@ -159,4 +159,4 @@ def test_a_call_without_gradients_on_another_rank_is_distinguished_from_another_
     assert "call 2 needs gradients on only one" in str(local.differs(history(usual[0], (b"a", "not needed")).report()))
     assert "call 2 needs gradients on only one" in str(local.differs(history(usual[0], (b"a", "compared")).report()))
     assert "call 2 differs" in str(local.differs(history(usual[0], (b"x", "needed")).report()))
-    assert local.differs(history(*usual, (b"x", "compared")).report()) is None  # which the ranks compare themselves
+    assert local.differs(history(*usual, (b"x", "compared")).report()) is None  # ranks compare it directly

@@ -76,7 +76,7 @@ def test_a_head_that_is_not_finite_is_restored_as_nan(code: str, bad: float) -> 
     x[1, 0, 1, 3] = bad
     values, scales = torch.empty(x.shape, dtype=TORCH_DTYPE[code]), torch.empty(3, 2, 2)
     quantize(x, values, scales)
-    assert scales[1, 0, 1].isnan() and scales.isnan().sum() == 1  # whatever the codes are
+    assert scales[1, 0, 1].isnan() and scales.isnan().sum() == 1  # the codes do not matter
     back = quantize_and_restore(x, code)
     assert back[1, 0, 1].isnan().all() and back.isnan().sum() == 5
 

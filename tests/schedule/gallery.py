@@ -37,7 +37,7 @@ class Formulas(NamedTuple):
 
 
 ALONG_THE_RING = Formulas("(P - 1) * M", "P - 1", "(P - 1) * (M + G)", "2 * (P - 1)")
-"""The same for relayed blocks, direct messages, all rows at once, and both directions."""
+"""Formulas that hold whether blocks are relayed, sent directly, sent all at once, or sent in both directions."""
 
 FORMULAS = {
     "ring": ALONG_THE_RING,

@@ -40,7 +40,7 @@ def test_the_worked_example(wire: str | None) -> None:
     """
     problem = replace(geometric(), out_wire_dtype=wire)
     sent = [plan_of(problem, ULYSSES, rank, False).bytes_sent for rank in range(8)]
-    out = 64 * (2 if wire else 4) + 4  # with its lse
+    out = 64 * (2 if wire else 4) + 4  # bytes of an output row with its lse
     tensors = 12 * (2048 + 1536 + 896)
     assert sum(sent) == 8 * (tensors * 3 // 4 * 64 * 2 + tensors // 4 * out)
 

@@ -84,7 +84,7 @@ def _cast_float8(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _patched: list[Any] = []
-"""A library function that has been called, so that `core` is patched."""
+"""The first library function that was called; empty until then. The first call patches `core`."""
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
