@@ -45,7 +45,8 @@ KINDS = (
     (r"Invalid value assigned: .* is not a ListConfig", "should be a list, as [1,2]"),
     (r"field '.*' is not Optional", "has to have a value"),
 )
-"""How messages of OmegaConf 2.3 begin, with the value if they contain it, and what the value should be."""
+"""Patterns of the messages of OmegaConf 2.3, with a group for the value if a message contains it, and what the value
+should be."""
 MODES = ("--run", "-r", *MULTIRUN, "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 FLAGS = (*VALUED, *MODES, "--resolve", "--hydra-help", "--version")
 USER_CONFIGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")

@@ -26,7 +26,8 @@ P, NAME = 0.3, "known_dropout"
 HOW: tuple[dict[str, Any], ...] = ({"use_reentrant": True}, {"use_reentrant": False})
 """The options of checkpointed layers. They alternate from step to step, and differ between the two world sizes."""
 PARTS: list[list[int]] = [[0], [1, 3], [2]]
-"""Rows of the padded batch whose real tokens begin alike, which attend together where attention is causal."""
+"""Groups of rows of the padded batch whose real tokens begin at the same position. A causal model attends to each group
+in a call of its own, so each has a separate seed."""
 CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "padded"))
 """Models and batches; the number of a case is its step."""
 

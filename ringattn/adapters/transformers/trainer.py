@@ -90,7 +90,7 @@ class RingTrainerMixin:
     shards_evaluation: bool | None = None
     """Whether the host's prediction_step calls the sharding method for batches with labels.
 
-    None: as Trainer's, which does so from transformers 5.16 on.
+    None: it is the prediction_step of Trainer, which does so from transformers 5.16 on.
     """
 
     loss_of_shards = False
