@@ -1,4 +1,4 @@
-"""Log-probabilities of shards, their sums over documents, and losses of preferences, against one process."""
+"""Log-probabilities of a shard's tokens, sums per document, and preference losses as in DPO, against one process."""
 
 from __future__ import annotations
 
