@@ -1,7 +1,8 @@
-"""Images and videos in a text with three-dimensional positions: exact over a ring, or refused by name."""
+"""Images and videos among the tokens of a text: exact over a ring, or refused by name."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
 
-from ringattn import InputError, Ring
-from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn import DisagreementError, InputError, Ring
+from ringattn.adapters.transformers import positions, prepare, shard_batch
 from ringattn.testing import run_ranks
 from tests.adapters.models import filled
 from tests.adapters.ranks import far_off
@@ -81,6 +82,78 @@ def logits(out: Any) -> Tensor:
     return local
 
 
+LLAMA = {**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}  # fmt: skip
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
+PIXTRAL = {**CLIP, "model_type": "pixtral", "image_size": 16, "head_dim": 8}
+INTERNVL = {**CLIP, "model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]}
+SAM = {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64,
+       "patch_size": 16, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 24}  # fmt: skip
+TILES = {"image_grid_pinpoints": [[8, 16], [16, 8]]}
+SIZES = {"image_sizes": torch.tensor([[8, 16], [16, 16], [16, 8]])}
+MERGED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...], dict[str, Tensor]]] = {
+    "aya_vision": ("AyaVision", {"text_config": LLAMA | {"model_type": "cohere2"}, "downsample_factor": 2,
+                   "vision_config": SIGLIP | {"image_size": 16}}, (4, 4, 4), (3, 3, 16, 16), {}),
+    "cohere2_vision": ("Cohere2Vision", {"text_config": LLAMA | {"model_type": "cohere2"}, "downsample_factor": 2,
+                       "vision_config": SIGLIP | {"image_size": 16}, "alignment_intermediate_size": 24},
+                       (4, 4, 4), (3, 3, 16, 16), {}),
+    "got_ocr2": ("GotOcr2", {"text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": SAM},
+                 (1, 1, 1), (3, 3, 64, 64), {}),
+    "internvl": ("InternVL", {"vision_config": INTERNVL}, (4, 4, 4), (3, 3, 16, 16), {}),
+    "lighton_ocr": ("LightOnOcr", {"text_config": LLAMA | {"model_type": "qwen3"}, "vision_config": PIXTRAL},
+                    (2, 4, 2), (3, 3, 16, 16), SIZES),
+    "llava": ("Llava", {}, (4, 4, 4), (3, 3, 8, 8), {}),
+    "llava_next": ("LlavaNext", TILES, (14, 0, 16), (2, 3, 3, 8, 8), {"image_sizes": torch.tensor([[8, 16], [16, 8]])}),
+    "llava_onevision": ("LlavaOnevision", {
+        **TILES, "text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": SIGLIP, "video_token_id": VIDEO,
+        "vision_feature_select_strategy": "full",
+    }, (14, 0, 0), (1, 3, 3, 8, 8), {"image_sizes": torch.tensor([[8, 16]])}),
+    "mistral3": ("Mistral3", {"text_config": LLAMA | {"model_type": "mistral"}, "vision_config": PIXTRAL},
+                 (2, 4, 2), (3, 3, 16, 16), SIZES),
+    "vipllava": ("VipLlava", {"vision_feature_layers": [-1, -2]}, (4, 4, 4), (3, 3, 8, 8), {}),
+}  # fmt: skip
+"""By name: prefix of the classes, options of the configuration, tokens of three images, shape of pixels, other inputs.
+"""
+
+
+def merged_model(name: str) -> Any:
+    """Return a model that counts the tokens of images like those of text."""
+    classes, options, *_ = MERGED[name]
+    config = getattr(transformers, f"{classes}Config")(
+        **{"text_config": LLAMA, "vision_config": CLIP, "image_token_id": IMAGE, **options}
+    )
+    return filled(getattr(transformers, f"{classes}ForConditionalGeneration")(config))
+
+
+def merged_batch(name: str) -> dict[str, Tensor]:
+    """Return a batch of two rows, the first with two images and the second with one. Ranks share their tokens."""
+    _, _, counts, shape, others = MERGED[name]
+    ids = torch.randint(3, 59, (2, 27), generator=torch.Generator().manual_seed(1))
+    for (row, start), count in zip(((0, 5), (0, 15), (1, 3)), counts, strict=True):
+        ids[row, start : start + count] = IMAGE
+    generator = torch.Generator().manual_seed(2)
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(shape, dtype=torch.float64, generator=generator), **others}
+    if name == "llava_onevision":
+        ids[1, 5:8] = VIDEO
+        inputs["pixel_values_videos"] = torch.randn(1, 2, 3, 8, 8, dtype=torch.float64, generator=generator)
+    return inputs
+
+
+@pytest.mark.parametrize("name", [
+    name if name in ("llava", "internvl", "mistral3") else pytest.param(name, marks=pytest.mark.slow) for name in MERGED
+])  # fmt: skip
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.slow)])
+def test_every_gradient_of_models_that_count_images(name: str, layout: str) -> None:
+    """All gradients are exact, including those of the tower and of the layers between tower and text."""
+    assert name in positions.COUNTED
+    assert far_off(lambda: merged_model(name), merged_batch(name), score=logits, layout=layout) < 1e-9
+
+
+def test_every_supported_model_is_compared() -> None:
+    assert {*MODELS, *MERGED} == {*positions.KNOWN}
+
+
 @pytest.mark.parametrize(("name", "layout"), [
     ("qwen2_vl", "zigzag"), ("qwen3_vl", "contiguous"),
     pytest.param("qwen2_5_vl", "striped", marks=pytest.mark.slow),
@@ -94,17 +167,19 @@ def test_every_gradient(name: str, layout: str) -> None:
     assert far_off(lambda: model(name), batch(name), score=logits, layout=layout) < 1e-9
 
 
-def test_padding_and_loss() -> None:
-    whole = batch("qwen2_vl", videos=False)
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
+def test_padding_and_loss(name: str) -> None:
+    make = partial(model if name in MODELS else merged_model, name)
+    whole = batch(name, videos=False) if name in MODELS else merged_batch(name)
     mask = torch.ones_like(whole["input_ids"])
     mask[1, 20:] = 0
-    assert far_off(lambda: model("qwen2_vl"), {**whole, "attention_mask": mask}, score=logits) < 1e-9
+    assert far_off(make, {**whole, "attention_mask": mask}, score=logits) < 1e-9
     labels = torch.where(whole["input_ids"] == IMAGE, -100, whole["input_ids"])
     count = int((labels[:, 1:] != -100).sum())
-    true = model("qwen2_vl")(**whole, labels=labels, num_items_in_batch=count).loss
+    true = make()(**whole, labels=labels, num_items_in_batch=count).loss
 
     def body(ring: Ring) -> Tensor:
-        ours = prepare(model("qwen2_vl"))
+        ours = prepare(make())
         seq, shards = shard_batch(ring, {**whole, "labels": labels}, model=ours)
         with ring.activate(seq):
             loss = ours(**shards, num_items_in_batch=count).loss.detach()
@@ -144,6 +219,18 @@ def test_positions_of_images_without_images() -> None:
             image_grid_thw=lambda seq, shards: None)  # fmt: skip
 
 
+def test_images_on_some_ranks_only() -> None:
+    def body(ring: Ring) -> None:
+        ours = prepare(merged_model("llava"))
+        seq, shards = shard_batch(ring, merged_batch("llava"), model=ours)
+        if ring.rank == 1:
+            del shards["pixel_values"]
+        with pytest.raises(DisagreementError, match="the ranks"), ring.activate(seq):
+            ours(**shards)
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
 def test_images_in_another_form() -> None:
     refused("takes images as pixel_values, .* without input_ids", InputError, input_ids=lambda seq, shards: None,
             inputs_embeds=lambda seq, shards: torch.zeros(2, 14, 32, dtype=torch.float64))  # fmt: skip
@@ -170,17 +257,12 @@ def test_other_models_with_images_in_their_text() -> None:
 
     Their tokens are sharded but their images are not, so a rank's image features would not fit its tokens.
     """
-    config = transformers.LlavaConfig(
-        text_config={**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        vision_config={"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8,
-                       "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4},
-        image_token_index=IMAGE,
-    )  # fmt: skip
+    config = transformers.FastVlmConfig(text_config=LLAMA, vision_config=CLIP, image_token_id=IMAGE)
 
     def body(ring: Ring) -> None:
-        ours = prepare(filled(transformers.LlavaForConditionalGeneration(config)))
+        ours = prepare(filled(transformers.FastVlmForConditionalGeneration(config)))
         seq, shards = shard_batch(ring, {"input_ids": batch("qwen2_vl", videos=False)["input_ids"]})
-        message = r"LlavaModel inserts images .*seq\.shard\(inputs_embeds\)"
+        message = r"FastVlmModel inserts images .*seq\.shard\(inputs_embeds\)"
         with pytest.raises(InputError, match=message), ring.activate(seq):
             ours(**shards, pixel_values=torch.zeros(1, 3, 8, 8, dtype=torch.float64) if ring.rank else None)
         ring.barrier()

@@ -215,7 +215,8 @@ def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss
             f"{LEAVE_OUT}"
         )
     # Many models compute a pooled output that is rarely used. It is left out unless the output class requires it.
-    left_out = {"pooler_output"} - _required(type(out))
+    # Features of images are those of this rank's tokens, or of all images.
+    left_out = {"pooler_output", "image_hidden_states"} - _required(type(out))
     for entry, x in out.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or entry in left_out | declared | {"loss"}:
             continue

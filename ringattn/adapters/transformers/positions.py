@@ -250,13 +250,21 @@ class _Layer(nn.Module):
 # the tower are this rank's part of the sum, like all others. Images for models outside `KNOWN` are refused on all
 # ranks. Checked with transformers 5.23.
 
-KNOWN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Supported models, by `config.model_type`."""
+ROTATED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Supported models that give images positions of three rows, by `config.model_type`."""
+
+COUNTED = (
+    "aya_vision", "cohere2_vision", "got_ocr2", "internvl", "lighton_ocr", "llava", "llava_next", "llava_onevision",
+    "mistral3", "vipllava",
+)  # fmt: skip
+"""Supported models that count the tokens of images like those of text."""
+
+KNOWN = (*ROTATED, *COUNTED)
 
 PIXELS = {"pixel_values": "image", "pixel_values_videos": "video"}
 """Inputs with pixels, and the kind of features that the model computes from them."""
 
-IMAGE_INPUTS = (*PIXELS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+IMAGE_INPUTS = (*PIXELS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes")
 """Inputs of images that every rank gets as they are."""
 
 _WORDS = ("pixel", "image", "video", "audio", "input_features", "mm_encoder")
@@ -271,18 +279,21 @@ def watch_images(model: nn.Module) -> None:
 
 
 def image_positions(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the positions that a model computes for whole rows with images, (3, rows, tokens). None: no images.
+    """Return the positions that a model computes for whole rows with images, (3, rows, tokens).
 
-    Raises `InputError` if `model` cannot compute them, or if the batch has position_ids as well.
+    None: there are no images, or the model counts their tokens like those of text. Raises `InputError` if the model is
+    not one of `KNOWN`, or computes positions and the batch has position_ids as well.
     """
     if all(batch.get(name) is None for name in PIXELS):
         return None
-    modules = [module for module in model.modules() if _is_known(module)] if isinstance(model, nn.Module) else []
+    modules: list[Any] = [*filter(_is_known, model.modules())] if isinstance(model, nn.Module) else []
     if not modules or batch.get("input_ids") is None:
         raise InputError(
-            f"a batch with images needs input_ids and model=, one of {', '.join(KNOWN)}, which computes the positions; "
-            "for other models, compute inputs_embeds of the whole batch on every rank, and shard those"
+            f"a batch with images needs input_ids and model=, one of {', '.join(KNOWN)}; for other models, compute "
+            "inputs_embeds of the whole batch on every rank, and shard those"
         )
+    if modules[0].config.model_type in COUNTED:
+        return None
     if batch.get("position_ids") is not None:
         raise InputError(
             "position_ids with images: leave them out, the model computes them from the sizes of the images"
@@ -292,13 +303,16 @@ def image_positions(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
 
 def _is_known(module: Any) -> bool:
     """Return whether a module takes image features and computes positions, like `KNOWN` models of transformers 5.23."""
-    if getattr(getattr(module, "config", None), "model_type", "") not in KNOWN:
+    kind = getattr(getattr(module, "config", None), "model_type", "")
+    if kind not in KNOWN or not hasattr(module, "get_placeholder_mask"):
         return False
-    if not hasattr(module, "get_rope_index") or not hasattr(module, "get_placeholder_mask"):
+    if "mm_encoder_outputs" not in inspect.signature(module.forward).parameters:
         return False
-    rope_parameters = inspect.signature(module.get_rope_index).parameters
-    forward_parameters = inspect.signature(module.forward).parameters
-    return "mm_encoder_outputs" in forward_parameters and "mm_token_type_ids" in rope_parameters
+    if kind in COUNTED:
+        return True
+    return hasattr(module, "get_rope_index") and (
+        "mm_token_type_ids" in inspect.signature(module.get_rope_index).parameters
+    )
 
 
 def _compute_image_positions(module: Any, whole: Mapping[str, Any]) -> Tensor:
@@ -349,16 +363,16 @@ def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
     tokens = ("input_ids", "mm_token_type_ids", "attention_mask")
     whole: dict[str, Any] = {name: seq.gather(arguments[name]) for name in tokens if name in arguments}
-    whole |= {name: arguments[name] for name in tower_inputs}
-    with seq.ring.refused_by_all():
-        positions = _compute_image_positions(module, whole)
-        _check_image_positions(arguments.get("position_ids"), seq.shard(positions, 2), seq)
+    if module.config.model_type in ROTATED:
+        with seq.ring.refused_by_all():
+            positions = _compute_image_positions(module, whole | {name: arguments[name] for name in tower_inputs})
+            _check_image_positions(arguments.get("position_ids"), seq.shard(positions, 2), seq)
     # The model skips its tower if it gets features, so every pixel input is replaced by features.
     features = {}
     for name, kind in PIXELS.items():
         if name in arguments:
-            features[kind] = _features_of_this_rank(module, kind, arguments[name], whole, seq)
-            arguments[name] = None
+            features[kind] = _features_of_this_rank(module, kind, arguments, whole["input_ids"], seq)
+    arguments |= dict.fromkeys(PIXELS.keys() & arguments.keys())
     return (), {**arguments, "mm_encoder_outputs": features}
 
 
@@ -394,19 +408,25 @@ def _check_image_positions(ids: Any, expected: Tensor, seq: Sequence) -> None:
         )
 
 
-def _features_of_this_rank(module: Any, kind: str, pixels: Tensor, whole: Mapping[str, Any], seq: Sequence) -> Any:
-    """Run the tower on all images, and return the features of this rank's tokens in the model's output class."""
-    ids = whole["input_ids"]
+def _features_of_this_rank(module: Any, kind: str, arguments: Mapping[str, Any], ids: Tensor, seq: Sequence) -> Any:
+    """Run the tower on all images, and return the features of this rank's tokens in the model's output class.
+
+    `arguments`: those of the call. `ids`: the tokens of the whole batch, (rows, tokens).
+    """
     is_feature = ids == getattr(module.config, f"{kind}_token_id")
     # Features are in the order of their tokens, row by row over the whole batch.
     number = (is_feature.flatten().cumsum(0) - 1).view_as(ids)
     local = seq.shard(number)[seq.shard(is_feature)]
-    outputs = getattr(module, f"get_{kind}_features")(pixels, whole[f"{kind}_grid_thw"], return_dict=True)
-    features = torch.cat(list(outputs.pooler_output))
+    run_tower = getattr(module, f"get_{kind}_features")
+    names = inspect.signature(run_tower).parameters
+    outputs = run_tower(**{name: x for name, x in arguments.items() if name in names}, return_dict=True)
+    # One tensor for each image, or one of all images.
+    is_list = isinstance(outputs.pooler_output, list | tuple)
+    features = torch.cat([part.flatten(0, -2) for part in outputs.pooler_output])
     if len(features) != int(is_feature.sum()):
         with seq.ring.refused_by_all():
             raise InputError(f"{len(features)} {kind} features for {int(is_feature.sum())} tokens in the whole batch")
-    outputs.pooler_output = (features[local],)
+    outputs.pooler_output = (features[local],) if is_list else features[local]
     if getattr(outputs, "deepstack_features", None) is not None:
         outputs.deepstack_features = [(torch.cat(list(level))[local],) for level in outputs.deepstack_features]
     return outputs
