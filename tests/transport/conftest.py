@@ -1,4 +1,4 @@
-"""Fixtures: a store host per test module. A test may stop the host, which runs again before the next test."""
+"""Fixtures: a store host per test module. A test may stop the host's process; it is resumed before the next test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The ranks of `test_torchrun.py`: a job that fails, and is restarted by torchrun.
+"""The program of the ranks in `test_torchrun.py`: a job that fails, and that torchrun restarts.
 
-`python -m tests.transport.fault_entries JOB`, started by torchrun. The answers are written to the folder of JOB.
+torchrun starts `python -m tests.transport.fault_entries JOB`. JOB is a path; each rank writes its answer to a file in
+the same folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ POISON = {"cause": "rank 1 failed first: poison", "closed/0": "1", "closed/1": "
 def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
     """Open a ring in the first run of the job (`life` 0) or after its restart (`life` 1).
 
-    In the first run, write poison to the keys of the ring and fail. After the restart, return what the store contains.
+    In the first run, write poison (a false cause, closes and a heartbeat) to the store keys of the ring, and let the
+    job fail. After the restart, return what the store contains and what the new ring reads from it.
     """
     raw = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     stems = [f"ringattn/{n}/0/" for n in (0, 1)]
@@ -37,7 +39,7 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
         if life == 0:
             for key, value in POISON.items():
                 raw.set(stems[0] + key, value)
-            # The ring reads these keys, so it counts as failed from here on.
+            # The ring reads these keys, so it regards itself as failed from here on.
             assert control.cause() == POISON["cause"]
             (folder / f"poisoned-{rank}").touch()
             while len(list(folder.glob("poisoned-*"))) < 2:
@@ -58,7 +60,7 @@ def live(rank: int, life: int, folder: Path) -> dict[str, Any]:
 
 
 def main(job: Path) -> None:
-    """Run one rank, and write its answer."""
+    """Run one rank, and write what `live` returns to a file next to `job`."""
     torch.set_num_threads(1)
     rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (job.parent / f"answer-{rank}.json").write_text(json.dumps(live(rank, life, job.parent)))

@@ -1,4 +1,7 @@
-"""Run rings with the real NCCL transport on simulated GPUs, one thread per rank: NCCL alone, or peer within nodes."""
+"""Run rings of the real NCCL transport on simulated GPUs, one thread per rank.
+
+Either NCCL connects all ranks, or NCCL connects two nodes and the peer transport connects the ranks of a node.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +74,8 @@ def on_gpus(
 ) -> list[Outcome]:
     """Open a transport on every rank, run `body(transport)`, close it, and return the outcomes by rank.
 
-    The test fails if a rank hangs. `deadline_s` replaces the deadline as soon as a rank is open, because opening many
-    worlds at once is slow.
+    The test fails if a rank takes longer than `hard_s`. `deadline_s` replaces the ring's deadline as soon as a rank is
+    open. The opening has a longer deadline, because opening many worlds at once is slow.
     """
 
     def open_rank(rank: int, store: Any) -> NcclTransport:
@@ -91,7 +94,7 @@ def _run(
     outcomes: list[Outcome],
     hard_s: float,
 ) -> list[Outcome]:
-    """Run `body(open_rank(rank, store))` on a thread for each rank."""
+    """Run `body(open_rank(rank, store))` on a thread for each rank, close the transports, and fill in `outcomes`."""
     _hide_deaths()
     store = HashStore()
 
@@ -162,7 +165,7 @@ def attend(ring: Ring, tokens: int = 24) -> None:
 
 
 def _hide_deaths() -> None:
-    """Print no traceback for the threads of a rank that died."""
+    """Print no traceback for threads that end with `Died`."""
     if threading.excepthook is not _print_unless_died:
         global _print_traceback
         _print_traceback, threading.excepthook = threading.excepthook, _print_unless_died
@@ -180,14 +183,14 @@ def _print_unless_died(args: Any) -> None:
 
 
 def node_locations(layout: tuple[int, ...]) -> list[Location]:
-    """Return the location of each rank. The ranks of a node share one GPU."""
+    """Return the location of each rank. `layout`: the node of each rank. The ranks of a node share one GPU."""
     return [Location(f"host-{n}", f"boot/{n}", os.getpid(), os.getuid(), f"gpu-{n}") for n in layout]
 
 
 def open_on_nodes(
     world: SimWorld, rank: int, store: Any, layout: tuple[int, ...], gpu: SimGpu, flight_dir: Path | None = None
 ) -> DeviceNodesTransport:
-    """Open the transport of one rank, with a deadline of 20 s."""
+    """Open the transport of one rank, with a deadline of 20 s. `layout`: the node of each rank."""
     opening = Opening(
         store, rank, len(layout), 20.0, flight_dir, interface=None, locations=node_locations(layout), name="peer+nccl"
     )
@@ -212,7 +215,11 @@ def on_nodes(
     hard_s: float = 60.0,
     flight_dir: Path | None = None,
 ) -> tuple[list[Outcome], list[SimGpu]]:
-    """Open a transport on every rank, run `body(transport)` and close it. Return outcomes and GPUs by rank."""
+    """Open a transport on every rank, run `body(transport)` and close it. Return outcomes and GPUs by rank.
+
+    `layout`: the node of each rank. `deadline_s` replaces the ring's deadline as soon as a rank is open. If `together`,
+    no rank runs `body` before all are open.
+    """
     world = SimWorld(len(layout), any_memory=True)
     gpus, outcomes = [SimGpu() for _ in layout], [Outcome() for _ in layout]
 
@@ -234,7 +241,7 @@ def on_nodes(
 
 
 def lose_rank(ring: DeviceNodesTransport, killed: bool) -> None:
-    """Stop all threads of the calling rank, as if its process were killed or stopped. Always raises `Died`."""
+    """Stop all threads of the calling rank, as if its process were killed or stopped, and raise `Died`."""
     world, inside = ring.between.gpu._world, ring.inside  # type: ignore[attr-defined]
     inside.watch._stopped.set()
     inside.group._left = True

@@ -1,4 +1,4 @@
-"""Causes for which a ring cannot open: the error that every rank raises, and the time that it takes."""
+"""Reasons why a ring cannot open, with the error that each rank must raise and the time that it may take."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from tests.transport.store_hosts import StoreHost, is_stopped
 
 RANKS = 3
 TIMEOUT_S = 2.0
-"""Torch resolves names for each connection. A lost query costs the one second of RES_OPTIONS."""
+"""The deadline of most causes. Torch resolves names for each connection, and a lost DNS query costs the one second that
+RES_OPTIONS sets."""
 LONG_S = 20.0
 SOON_S = 1.0
-"""The time in which the cause of a refused rank must reach the other ranks."""
+"""The time in which the error of a rank that refuses its arguments must reach the other ranks."""
 GRACE_S = 2.0
-"""The time that an error may take after its deadline."""
+"""The time by which an error may exceed the deadline."""
 TRANSPORTS = {"gloo": "gloo", "shm": "shm", "shm over two hosts": "shm"}
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause for which a ring of three ranks cannot open.
+    """A reason why a ring of three ranks cannot open.
 
-    `says`: the kind of error of each rank, and a regular expression for its whole message after "rank N: ". The ranks
-    in `absent` are not started. `fault`, `variables` and `arguments` apply to rank `culprit`.
+    `says`: for each rank that must raise, regular expressions for the type of its error and for the whole message after
+    "rank N: ". The ranks in `absent` are not started. `fault`, environment `variables` and `arguments` of `Ring` apply
+    to rank `culprit`.
     """
 
     says: dict[int, tuple[str, str]]
@@ -55,13 +57,14 @@ class Cause:
 
 
 def all_but(rank: int, kinds: str, pattern: str) -> dict[int, tuple[str, str]]:
-    """Return the `says` of a cause in which all ranks except `rank` raise the same error."""
+    """Return the value of `Cause.says` if all ranks except `rank` raise the same error."""
     return {each: (kinds, pattern) for each in range(RANKS) if each != rank}
 
 
 START = "start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each of them"
 LATE = "DeadlineError|PeerLostError"
-"""The first rank that reaches its deadline publishes its error. The others may read it before their deadline."""
+"""The errors after a deadline. The first rank that reaches its deadline raises DeadlineError and publishes it. The
+others may read the published error before they reach their own deadlines, and then raise PeerLostError."""
 AT = r"127\.0\.0\.1:PORT"
 OPEN = r"the ring of 3 ranks cannot open: "
 MISSING = all_but(1, LATE, OPEN + rf"ranks \[1\] did not arrive at 'opening' within 2\.0 s \(store at {AT}\)")
@@ -79,13 +82,13 @@ REFUSED = r"rank {} failed first: InputError: {}"
 
 
 def refused(rank: int, pattern: str, **arguments: Any) -> Cause:
-    """Return a cause: `rank` refuses one of its arguments, and the other ranks report this error."""
+    """Return the cause that `rank` refuses one of its arguments. The other ranks must report its error."""
     says = all_but(rank, "PeerLostError", REFUSED.format(rank, pattern)) | {rank: ("InputError", pattern)}
     return Cause(says, rank, arguments=arguments, timeout_s=LONG_S)
 
 
 def mixed(pattern: str, **variables: str) -> Cause:
-    """Return a cause: rank 2 has a wrong rank number, world size or job."""
+    """Return the cause that environment `variables` give rank 2 a wrong rank number, world size or job."""
     says = ("InputError|DisagreementError|PeerLostError", rf"the ring of \d ranks cannot go on: {pattern}; {HOST}")
     return Cause(dict.fromkeys(range(RANKS), says), 2, variables=variables, timeout_s=LONG_S)
 
@@ -137,7 +140,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """The error of a rank, and the seconds since it began to open."""
+    """The type and message of a rank's error, and the seconds from the beginning of its opening to the error."""
 
     kind: str
     message: str
@@ -145,13 +148,13 @@ class Answer:
 
 
 class Rank:
-    """A process that opens a ring after `go`."""
+    """A process that opens a ring when the test calls `go`."""
 
     def __init__(
         self, variables: dict[str, str], arguments: dict[str, Any], fault: str = "", machine: str = ""
     ) -> None:
         self.pipe, child_end = Pipe()
-        # By default, a lost query to the name service delays the process by five seconds.
+        # By default, a lost DNS query delays the process by five seconds.
         self.process = forked(
             _open_ring, child_end, variables | {"RES_OPTIONS": "timeout:1"}, arguments, fault, machine
         )
@@ -173,7 +176,7 @@ class Rank:
         return answer
 
     def stopped(self) -> bool:
-        """Return whether the process is stopped."""
+        """Return whether the process is stopped, as by SIGSTOP."""
         assert self.process.pid is not None
         return is_stopped(self.process.pid)
 
@@ -209,11 +212,11 @@ def _open_ring(
 
 _controls: list[ControlStore] = []
 SHOWS = "shows the cause"
-"""Not a fault: the process answers with the cause that another process publishes in the store of its ring."""
+"""Not a fault: the process opens its ring, and answers with the cause that another process publishes in the store."""
 
 
 def _plant(fault: str) -> None:
-    """Trigger `fault` in this process while it opens the ring."""
+    """Patch the library so that `fault` occurs in this process while it opens the ring."""
     number = signal.SIGSTOP if "stopped" in fault else signal.SIGKILL
 
     def trigger(control: ControlStore) -> None:
@@ -244,7 +247,7 @@ def _plant(fault: str) -> None:
 
 
 def suffer(cause: Cause, transport: str) -> dict[int, Answer | None]:
-    """Let three processes open a ring under `cause`. Return the answer of each rank that must raise."""
+    """Let three processes open a ring although `cause` prevents it. Return the answer of each rank that must raise."""
     port, host, other_program = free_port(), None, None
     if cause.agent in ("runs", "stops"):
         host = StoreHost()

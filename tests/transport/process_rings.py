@@ -1,4 +1,4 @@
-"""Open a ring over any transport, in the processes of a test or on threads."""
+"""Open a ring over any transport. The ranks are processes or threads of a test."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from tests.contract.processes import store_of
 from tests.transport.peers.sim_driver import SimGpu
 
 EVEN, LATE, EARLY = (0, 0, 1, 1), (0, 0, 1), (0, 1, 1)
-"""The node of each rank."""
-# Each ring opens with 20 s, because a busy machine may connect slowly. Then it gets the deadline of its test.
+"""The node of each rank: two nodes of two ranks, or three ranks of which the last or the first has its own node."""
+# Each ring opens with a deadline of 20 s, because a busy machine may connect slowly. Then it gets the deadline of its
+# test.
 OPENING_S = 20.0
 
 
@@ -55,7 +56,10 @@ def meet_shm(rank: int, world_size: int, timeout_s: float) -> ShmTransport:
 
 
 def meet_nodes(rank: int, world_size: int, nodes: tuple[int, ...], timeout_s: float) -> HostNodesTransport:
-    """Open a ring over shared memory and gloo. It uses the first processes, one per entry of `nodes`."""
+    """Open a ring over shared memory within nodes and gloo between them.
+
+    `nodes`: the node of each rank. The ranks are the first `len(nodes)` of the `world_size` processes.
+    """
     store = store_of(rank, world_size, len(nodes))
     ring = open_shm_and_gloo(Opening(store, rank, len(nodes), OPENING_S, locations=locations(nodes)))
     ring.inside.opening.timeout_s = timeout_s
@@ -71,7 +75,10 @@ def meet_peer(
     where: Location | None = None,
     rounds: int = 2,
 ) -> PeerTransport:
-    """Open a ring of all processes over the copy engines of simulated GPUs. `where`: the location of this process."""
+    """Open a ring of all processes over the copy engines of simulated GPUs.
+
+    `where`: the location of this process. `rounds`: the number of exchanges in the transport's self-test.
+    """
     store, gpu = store_of(rank, world_size), gpu or SimGpu()
     gathered = gather_locations(ControlStore(store, rank, world_size), where or location(), Deadline(OPENING_S))
     opening = Opening(store, rank, world_size, OPENING_S, interface=None, locations=gathered)
@@ -83,7 +90,7 @@ def meet_peer(
 def meet(
     transport: str, rank: int, world_size: int, timeout_s: float, nodes: tuple[int, ...] = EVEN
 ) -> tuple[Transport, Health]:
-    """Open a ring over a transport, and return it with the health object of this rank."""
+    """Open a ring over `transport`, and return it with this rank's `Health`. `nodes` only applies to shm+gloo."""
     if transport == "shm+gloo":
         both = meet_nodes(rank, world_size, nodes, timeout_s)
         return both, both.between.health
@@ -92,7 +99,7 @@ def meet(
 
 
 def on_node_threads(nodes: tuple[int, ...], body: Callable[[HostNodesTransport], Any]) -> list[Any]:
-    """Run `body` on ranks that are threads, over real shared memory and gloo. Return the results by rank."""
+    """Run `body(ring)` on one thread per rank, over real shared memory and gloo. Return the results by rank."""
     store = HashStore()
 
     def run_rank(rank: int) -> Any:

@@ -43,7 +43,7 @@ class StoreHost:
         self.pid = self._process.pid
 
     def client(self) -> TCPStore:
-        """Return a connection. Its timeout is far longer than any test."""
+        """Return a new connection to the store. Its timeout is far longer than any test."""
         return TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=120))
 
     def stop(self) -> None:

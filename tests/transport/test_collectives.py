@@ -1,4 +1,4 @@
-"""All-reduce and broadcast on rings of one to five threads: correct, with the same bits on all ranks."""
+"""All-reduce and broadcast on rings of one to five threads are correct, with the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_all_reduce_sums(world_size: int, dtype: torch.dtype) -> None:
     results = on_threads(world_size, fn)
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
     for index, tensor in enumerate(results[0]):
-        # The reference is summed in the order of the ranks in the wide dtype, and rounded once.
+        # The reference is summed in rank order in the accumulator dtype, and rounded once.
         reference = torch.zeros(tensor.shape, dtype=wide)
         for rank in range(world_size):
             reference += values(rank, dtype)[index].to(wide)

@@ -1,7 +1,7 @@
 """The contract of all transports as one grid: every transport passes every check, and its attention is exact.
 
-NCCL and peer run over simulated GPUs. This shows that the real transports obey the rules of NCCL and of the driver that
-the simulators check. It does not show that there are no other rules.
+NCCL and peer run over simulated GPUs. The tests show that the real transports obey those rules of NCCL and of the CUDA
+driver that the simulators check. NCCL and the driver may have other rules.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from tests.transport.process_rings import EARLY, EVEN, LATE, meet, on_node_threa
 from tests.transport.simulated.world import SimWorld
 
 CHECKS, ONE_AFTER_ANOTHER = contract.CHECKS, contract.ONE_AFTER_ANOTHER
-# Late copies matter only to checks of bytes. Checks of failures take seconds each.
+# With "lazy", the simulated GPU copies bytes as late as possible. Only these checks compare bytes, so only they need
+# it. The other checks, of failures, take seconds each.
 BYTES = ONE_AFTER_ANOTHER[: ONE_AFTER_ANOTHER.index(contract.bad_messages_are_refused)]
 QUICK_OVER_GLOO = (
     contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
     contract.first_cause_reaches_all, contract.forked_child_is_refused, contract.dropped_ring_is_closed,
 )  # fmt: skip
-"""The other checks are marked slow over gloo. Quick tests run all checks over shm, the default on one machine."""
+"""The checks over gloo that are not marked slow. All checks are quick over shm, the default on one machine."""
 
 QUICK_OVER_PEER_AND_NCCL = ((EVEN, contract.many_in_flight), (EVEN, contract.order_is_kept))
 
 
 class Cell(NamedTuple):
-    """One transport and one check. `how`: the kind of ranks or of simulated device; `nodes`: the node of each rank."""
+    """One transport and one check of the contract.
+
+    `how`: "threads" or "processes" (how the ranks run), or "eager" or "lazy" (when the simulated GPU copies). `nodes`:
+    the node of each rank.
+    """
 
     transport: str
     check: contract.Check
@@ -85,12 +90,12 @@ def four() -> Iterator[Processes]:
 
 
 def start_up(rank: int, world_size: int) -> None:
-    """Do nothing. An answer shows that the process has started, which may take a minute on a busy machine."""
+    """Do nothing. The answer to this call shows that the process runs; starting may take a minute on a busy machine."""
 
 
 def run_check(rank: int, world_size: int, transport: str, nodes: tuple[int, ...], name: str) -> None:
     if nodes and rank >= len(nodes):
-        rendezvous_store(rank, world_size, 60.0)  # every process counts the openings
+        rendezvous_store(rank, world_size, 60.0)  # every process must count the openings, so that the keys agree
         return
     check = getattr(contract, name)
     ring, _ = meet(transport, rank, world_size, contract.timeout_s(check), nodes)

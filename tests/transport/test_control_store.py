@@ -1,4 +1,4 @@
-"""The control store keeps its deadlines even if its host hangs, and gathers with few requests."""
+"""Calls of the control store keep their deadlines even if the store's host hangs, and a gather needs few requests."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_fork_is_refused() -> None:
 
 
 class CountingStore:
-    """A store that counts the requests to it, by method."""
+    """A store that records the method of each request."""
 
     def __init__(self, store: dist.Store, requests: list[str]) -> None:
         self._store, self._requests = store, requests

@@ -1,4 +1,4 @@
-"""A rank that runs out of file descriptors reports it, and the other ranks do not hang."""
+"""A rank that runs out of file descriptors says so in its error, and the other ranks do not hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.processes import Processes
 
 
 def open_with_few(rank: int, world_size: int, transport: str) -> str:
-    """Return the error of this rank when rank 1 may open only three more files."""
+    """Open a ring although rank 1 may open only three more files. Return this rank's error, or "opened"."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     if rank == 1:
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,7 @@
-"""Gloo between processes: opening, several rings, process groups of the user, causes. Contract: test_contract.py."""
+"""Gloo between processes: opening, several rings, the user's process groups, and causes of failures.
+
+`test_contract.py` runs the contract of all transports over gloo.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def processes() -> Iterator[Processes]:
 
 
 def opened_before_the_last(rank: int, world_size: int) -> bool:
-    """Return whether this rank has opened its ring while rank 0, which is slow, still connects."""
+    """Return whether this rank's opening has returned while rank 0, which is made slow, is still connecting."""
     store = store_of(rank, world_size)
 
     def connect_slowly(*arguments: Any) -> dist.ProcessGroupGloo:
@@ -151,8 +154,8 @@ def test_lengths_that_differ_never_pass(processes: Processes, sent: int, receive
 
 
 def deadline_wakes_the_neighbor(rank: int, world_size: int) -> None:
-    # Gloo drops the connection at the deadline of rank 0, before rank 0 publishes the cause. So rank 1 must read the
-    # cause a second time.
+    # Gloo drops the connection when rank 0 reaches its deadline, before rank 0 publishes the cause. So rank 1 must read
+    # the store again until the cause is there.
     ring = meet(rank, world_size, 1.0 if rank == 0 else 20.0)
     if rank == 0:
         with pytest.raises(DeadlineError, match="kv 0"):
@@ -176,7 +179,8 @@ class FakeWork:
 
 @pytest.mark.parametrize("timeout_s", [0.0004, 0.02095, 1.0, -1.0, 0.0])
 def test_no_wait_ends_before_its_deadline(timeout_s: float) -> None:
-    # Gloo counts whole milliseconds, 0 means no limit, and a wait that fails early would look like a lost connection.
+    # Gloo takes timeouts in whole milliseconds and takes 0 for no limit. A wait that ends before the deadline would
+    # look like a lost connection.
     operation, work = _Operation(0, False, Message(1, torch.zeros(1))), FakeWork()
     operation.work = work  # type: ignore[assignment]
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""A rank's observations of the other ranks (store, shared pages, datagrams, its own clock), and its verdicts."""
+"""What a rank observes of the other ranks (by store, shared pages, datagrams and its own clock), and whom it blames."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLACE = Place("forward step 1", 1, Waits.PEERS, frozenset({0}))
 
 
 class LostStore:
-    """A store whose host is gone."""
+    """A store whose host has ended."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError("connection reset")
@@ -86,7 +86,7 @@ def test_a_rank_closed_in_one_feed_has_closed_whatever_other_feeds_read_later() 
 
 
 class PagesOfAFailure:
-    """Pages of three ranks: rank 1 runs Python code in call 6, and rank 2 has failed because of that."""
+    """Fake shared pages of three ranks: rank 1 is still in call 6, and rank 2 has failed because of that."""
 
     def __init__(self, cause: str | None) -> None:
         self.gone: set[int] = set()
@@ -227,7 +227,7 @@ def test_a_silence_that_is_short_for_the_wait_is_not_called_one() -> None:
     time.sleep(0.3)
     text = health.explain({1}, waited_s=20.0)
     assert text.startswith("rank 1 is not heard at the moment, last in") and named_at_fault(text) == set(), text
-    # The same silence is long enough to name rank 1 after a short wait, and after a lost connection.
+    # After a shorter wait, or if the connection to rank 1 is lost, the same silence is long enough to blame rank 1.
     assert named_at_fault(health.explain({1}, waited_s=1.0)) == {1}
     assert named_at_fault(health.explain({1}, waited_s=20.0, lost=(1, "reset"))) == {1}
     health.detach(job)
@@ -303,9 +303,10 @@ def test_a_rank_that_was_stopped_during_its_wait_blames_no_other(monkeypatch: py
     hold.set()
     text = health.explain({1}, waited_s=2.0)
     assert text.startswith("rank 0 itself stood still for 2.") and named_at_fault(text) == set(), text
-    # A stop of this rank that is longer than the deadline made the others fail, even if the wait began after the stop.
+    # If this rank stood still for longer than the deadline, that made the other ranks fail, even if the wait began
+    # later.
     assert health.explain({1}, waited_s=0.0, timeout_s=2.0, lost=(1, "reset")).startswith("rank 0 itself stood still")
-    # A shorter stop has nothing to do with a wait that began after the stop.
+    # A standstill shorter than the deadline does not explain the failure of a wait that began later.
     assert "stood still" not in health.explain({1}, waited_s=0.0, timeout_s=20.0, lost=(1, "reset"))
     until(lambda: health.silent() == {1})
     assert named_at_fault(health.explain({1}, waited_s=0.0)) == {1}
@@ -365,7 +366,7 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("two silent", evidence(silent={1, 2}), {1, 2}),
     ("gone", evidence(gone={2}), {2}),
     ("gone and silent", evidence(gone={2}, silent={1, 2}), {1, 2}),
-    # In the first pass of `direct`, other ranks connect to the dead rank.
+    # In the first pass of the schedule `direct`, ranks that are not its neighbours connect to the dead rank 1 as well.
     ("silent before launches", evidence(RING | {0: (5, LAUNCH, {1}), 3: (5, LAUNCH, {1})}, silent={1}), {1}),
     ("silent before computing", evidence(RING | {0: (5, COMPUTE, {1})}, silent={1}), {1}),
     ("silent before behind", evidence(BEHIND, silent={2}), {2}),
@@ -384,7 +385,7 @@ CASES: list[tuple[str, Evidence, set[int]]] = [
     ("cause before gone", evidence(cause=CAUSE, gone={1}), {3}),
     ("own standstill before all", evidence(stood_still_s=4.0, gone={1}, silent={2}, store=STORE), set()),
     ("own standstill and cause", evidence(stood_still_s=4.0, silent={2}, cause=CAUSE), {3}),
-    # If the store does not answer, the ranks' positions that it returned earlier are out of date.
+    # If the store does not answer, the positions of ranks that it returned earlier are out of date.
     ("no store", evidence(BEHIND, store=STORE), set()),
     ("no store, silent for the neighbours", evidence(store=STORE, silent={0}), {0}),
     ("lost and silent", evidence(lost=(2, "reset"), silent={2}, at_deadline=False), {2}),
@@ -455,7 +456,7 @@ def test_text_that_is_no_heartbeat_is_refused(text: str) -> None:
 
 
 class Side:
-    """The datagrams of one rank, on loopback."""
+    """One rank that exchanges datagrams with its neighbours, over loopback."""
 
     def __init__(self, rank: int, world_size: int, store: HashStore) -> None:
         self.rank, self.store, self.count = rank, store, 0
@@ -522,7 +523,7 @@ def test_an_observation_reaches_all_ranks_and_expires(sides: list[Side]) -> None
     for side in living[1:-1]:
         reports = {how: side.neighbours.reported(how, 1.3) for how in ("silent", "gone")}
         assert reports == {"silent": {0}, "gone": {0}}, side.rank
-    # A report ends when no rank observes it any more.
+    # A report expires when no rank observes its content any more.
     rounds(sides, [1.4 + 0.1 * n for n in range(12)])
     assert not any(side.neighbours.reported(how, 2.5) for side in sides for how in ("silent", "gone"))
 

@@ -1,4 +1,4 @@
-"""The liveness contract over every transport: in processes, or for NCCL on simulated GPUs."""
+"""The liveness contract over every transport. The ranks are processes, or for NCCL threads with simulated GPUs."""
 
 from __future__ import annotations
 

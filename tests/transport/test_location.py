@@ -1,4 +1,4 @@
-"""Locations of ranks, read from fake /proc and /sys trees and a fake of NVIDIA's library."""
+"""Locations of ranks (machine, GPU, links), read from fake /proc and /sys trees and a fake of NVML."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.transport.threads import on_each_rank
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
-    """Write a tree of files below `root`."""
+    """Write files below `root`. `files`: the text of each file, by its path."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
@@ -59,7 +59,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 def machine(root: Path, boot: str = "b00t", network: int = 4026531840, **files: str) -> Path:
-    """Write the tree of a machine with a boot id and a network namespace."""
+    """Write the /proc files of a machine with this boot id and network namespace below `root`, and return `root`."""
     plant(root, {"proc/sys/kernel/random/boot_id": boot, **files})
     (root / "proc/self/ns").mkdir(parents=True)
     (root / "proc/self/ns/net").symlink_to(f"net:[{network}]")
@@ -160,7 +160,10 @@ def test_the_gathered_locations_are_small() -> None:
 
 
 class Library:
-    """A fake of NVML for `gpu_links`. `status`: NVML's status of each pair, or None if the call fails."""
+    """A fake of NVML for `gpu_links`.
+
+    `status`: the P2P status that NVML returns for each pair of GPUs, or None if the call fails.
+    """
 
     def __init__(self, uuids: list[str], status: dict[frozenset[str], int | None], down: bool = False) -> None:
         self.uuids, self.status, self.down, self.users = uuids, status, down, 0
@@ -230,7 +233,7 @@ def test_links_of_ranks_on_cpu(machines: Any, nodes: tuple[int, ...], inside: Li
 
 
 def opened(stores: list[dist.Store], timeout_s: float, interface: str = "") -> list[Any]:
-    """Return each rank's transport, or the error it raised."""
+    """Open a gloo ring with one thread per store. Return each rank's transport, or the error that it raised."""
     ranks = len(stores)
     return on_each_rank(
         ranks, lambda rank: GlooTransport.open(Opening(stores[rank], rank, ranks, timeout_s, interface=interface))
@@ -302,7 +305,10 @@ CALIBRATION = json.dumps({"constants": asdict(OWN), "transport": "shm"})
 
 
 def gpus(nodes: Sequence[int], kind: LinkClass = LinkClass.NVLINK, **facts: Any) -> tuple[Location, ...]:
-    """Return one GPU per rank on these nodes. The GPUs of a node are connected by links of class `kind`."""
+    """Return the location of each rank. Each has a GPU of its own; links of class `kind` connect the GPUs of a node.
+
+    `nodes`: the node of each rank.
+    """
     facts = {"device": H100, "sms": 132, "nics": RDMA, **facts}
     return tuple(
         Location(
@@ -382,7 +388,7 @@ def test_a_calibration_that_all_ranks_have_is_preferred_to_a_preset() -> None:
     ):
         on_cpu = tuple(replace(rank, device=None, sms=None) for rank in others)
         assert of(on_cpu, transport).cluster is None and why in of(on_cpu, transport).why, why
-        # On GPUs, the preset of the GPUs is used instead.
+        # If the ranks have GPUs, the preset of the GPUs is used instead.
         preset = of(others, transport)
         assert preset.cluster is not None and preset.cluster.recognised and "preset h100" in preset.why
 
@@ -408,7 +414,7 @@ Rings = Callable[..., list[Any]]
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> Rings:
-    """Return a function that runs `run_ranks` with given locations."""
+    """Return a function that runs `run_ranks` as if the ranks had given locations."""
 
     def run(locations: tuple[Location, ...], body: Callable[[Ring], Any], **options: Any) -> list[Any]:
         monkeypatch.setattr(LocalTransport, "locations", locations)

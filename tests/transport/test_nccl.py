@@ -1,7 +1,7 @@
 """The NCCL transport over simulated GPUs: the contract of all transports, and exact attention.
 
-The tests show that the real transport, communicator, supervisor and bootstrap obey the rules of NCCL that the simulator
-checks. They do not show that NCCL has no other rules.
+The tests show that the real transport, communicator, supervisor and bootstrap obey those rules of NCCL that the
+simulator checks. NCCL may have other rules.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
 
         with gpu.on(streams[0]):
             run_pass("before")
-        # A capture cannot wait for work outside of the capture. The replay waits for this work.
+        # A capture cannot wait for work outside of the capture. So the replay must wait for the pass "before".
         with world.capture(ring.rank) as graph, gpu.on(streams[1]):
             run_pass("captured")
         with gpu.on(streams[1]):
@@ -139,7 +139,7 @@ def test_a_replay_follows_the_last_pass_and_the_next_pass_follows_it() -> None:
 
 
 class Streams:
-    """A fake `torch.cuda.Stream` that records its arguments. torch uses four of the GPU's six priorities."""
+    """A fake `torch.cuda.Stream` that records its arguments. Torch supports four of the six priorities of a GPU."""
 
     created: list[Any] = []  # noqa: RUF012
 

@@ -1,6 +1,7 @@
-"""Both bindings to NCCL with a stub of the library: one contract, no GPU, real C calls.
+"""Both bindings to NCCL obey one contract. They make real C calls to a stub of the library, without a GPU.
 
-Each run is a separate process, see `tests/transport/nccl/`. All runs start together, and each check is one test.
+Each run of `tests/transport/nccl/binding_runs.py` is a separate process. All runs start together, and each check of a
+run is one test.
 Not covered: the real library, see `test_nccl_library.py`.
 """
 
@@ -22,7 +23,8 @@ from tests.transport.nccl.stub import COMPILER, build
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = ("MEM_ALLOC", "REGISTER", "FINALIZE", "LAST_ERROR")
-"""The functions of `binding_runs.OPTIONAL`, as switches of the stub. `NAME` depends on the version instead."""
+"""The capabilities `binding_runs.OPTIONAL`, as names of functions that `stub.build` leaves out. `NAME` is not among
+them, because it depends on the version of the library."""
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stub of libnccl"),
@@ -39,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> Iterator[Report]:
-    """Start all runs in parallel. Return a function that returns the results of a run by its name."""
+    """Start all runs in parallel. Return a function that takes the name of a run and returns its results."""
     started: dict[str, subprocess.Popen[str]] = {}
 
     def start(name: str, module: str, *arguments: str) -> None:
@@ -67,7 +69,7 @@ def report(folder: Path) -> Iterator[Report]:
         return finished[name]
 
     yield results
-    for process in started.values():  # if not all tests were selected, some still run
+    for process in started.values():  # if not all tests were selected, some processes are still running
         process.kill()
         process.communicate()
 

@@ -1,4 +1,4 @@
-"""Scripted faults on simulated GPUs: every survivor names only the culprit, within the deadline plus 2 s.
+"""Scripted faults on simulated GPUs: every surviving rank blames only the culprit, within the deadline plus 2 s.
 
 The transport is the real one. The simulated library of one rank dies, stalls or returns errors.
 """
@@ -39,7 +39,7 @@ Change = Callable[[int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A fault in the library of one rank, or a call of this rank that differs from the calls of the other ranks."""
+    """A fault in the library of rank `culprit`, or a call of this rank that differs from the other ranks' calls."""
 
     name: str
     culprit: int
@@ -60,7 +60,7 @@ def arguments(ring: Ring, tokens: int = TOKENS, **options: Any) -> dict[str, Any
 
 
 def all_cases() -> list[Case]:
-    """Return the cases for all ranks, hops and functions. A call has two hops on three ranks, three on four ranks."""
+    """Return all cases. A call has two hops on three ranks, and three hops on four ranks."""
     cases = []
     for ranks in (3, 4):
         for culprit in range(ranks):
@@ -83,7 +83,8 @@ def all_cases() -> list[Case]:
         ("is one call ahead", 2, 4, lambda n: {"tokens": TOKENS + (n >= 2)}),
     ]
     cases += [Case(name, culprit, ranks, change=change) for name, culprit, ranks, change in different_calls]
-    # Opening connects neighbors only. Other ranks connect in their first hop, and hang if a peer never arrives.
+    # Opening connects neighbors only. Other pairs of ranks connect in their first hop, and hang there if the peer is
+    # dead.
     for schedule in ("direct", "all_gather", "all_to_all"):
         for culprit in (0, 2):
             death = Die(culprit, WARM_HOPS)
@@ -92,7 +93,7 @@ def all_cases() -> list[Case]:
 
 
 def call(case: Case, ring: Ring, n: int) -> None:
-    """Make the `n`-th call of a rank."""
+    """Make the `n`-th call of this rank, which may differ between the culprit and the other ranks."""
     options: dict[str, Any] = {"schedule": case.schedule}
     if ring.rank == case.culprit:
         options |= case.change(n) if case.change else {}
@@ -110,7 +111,7 @@ def break_communicator(world: SimWorld, rank: int) -> None:
 
 
 def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
-    """Run a case. Return the outcomes, and the time of the last successful call of each rank."""
+    """Run a case. Return the outcome of each rank, and the time at which its last successful call ended."""
     world = SimWorld(case.ranks, faults=[case.fault] if case.fault else [], limit_s=20.0, connects=True)
     last_good, left = [0.0] * case.ranks, set(range(case.ranks))
 
@@ -133,7 +134,7 @@ def suffer(case: Case) -> tuple[list[Outcome], list[float]]:
 
 
 def verdict(case: Case) -> list[str]:
-    """Return a line for each wrong reaction of a rank to the fault."""
+    """Run a case, and return a line for each rank that reacts wrongly to the fault."""
     outcomes, last_good = suffer(case)
     wrong = []
     for rank, outcome in enumerate(outcomes):
@@ -160,7 +161,7 @@ def test_all_cases_differ() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _ranks_take_turns_often() -> Iterator[None]:
-    """Switch threads often. A rank is a thread; with the default of 5 ms it would send its heartbeats too late."""
+    """Switch threads every 0.5 ms. Ranks are threads; with the default of 5 ms they would send heartbeats too late."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-4)
     run_ranks(2, lambda ring: ring.attention(**arguments(ring)))  # so that late imports do not count against a deadline

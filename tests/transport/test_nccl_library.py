@@ -1,6 +1,6 @@
-"""The real libnccl and its header, on a machine without a CUDA device: constants, structs, signatures and errors.
+"""The bindings agree with the real libnccl and its header in constants, structs, signatures and errors.
 
-The tests read NVIDIA's wheel, and run its library in separate processes.
+No CUDA device is needed. The tests read the header in NVIDIA's wheel, and load its library in separate processes.
 Not covered: working communicators. Tests with the stub (`test_nccl_bindings.py`) and tests on GPUs cover them.
 """
 
@@ -53,7 +53,7 @@ def header() -> str:
 
 
 def enum(header: str, name: str) -> dict[str, int]:
-    """Return the members of a C enumeration."""
+    """Return the members of the C enumeration `name`, with their values."""
     body = re.search(rf"typedef enum \{{([^}}]*)\}} {name};", header)
     assert body, name
     return {member: int(value) for member, value in re.findall(r"(\w+)\s*=\s*(\d+)", body[1])}
@@ -66,7 +66,7 @@ def define(header: str, name: str) -> str:
 
 
 def c_type(declared: str) -> Any:
-    """Return the ctypes type for the declaration of an argument or field."""
+    """Return the ctypes type that corresponds to the C declaration of an argument or field."""
     if "*" in declared:
         return ctypes.c_char_p if "char" in declared else ctypes.c_void_p
     kind = re.sub(r"\bconst\b|\w+$", "", declared.strip()).strip()

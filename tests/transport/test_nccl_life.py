@@ -155,7 +155,8 @@ def test_a_rank_that_dies_while_opening_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_different_calls_of_equal_sizes_are_detected() -> None:
-    # The ranks have compared both calls in earlier rounds, and the sizes match. So no exchange hangs or fails.
+    # Both calls were compared when the ranks first made them, and their messages have equal sizes. So no exchange hangs
+    # or fails when rank 1 swaps them.
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:
@@ -173,7 +174,7 @@ def test_different_calls_of_equal_sizes_are_detected() -> None:
 
 
 class Frozen:
-    """A connection to a store whose host can be stopped. Its calls then do not return before `going` is set."""
+    """A connection to a store whose host seems stopped once `stopped` is set: no call returns before `going` is set."""
 
     def __init__(self, store: Any, stopped: threading.Event, going: threading.Event) -> None:
         self._store, self._stopped, self._going = store, stopped, going
@@ -233,12 +234,12 @@ LOST_S = 1.0
 
 @pytest.fixture
 def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the time after which a close treats a rank as lost."""
+    """Shorten the time after which a closing rank regards a silent rank as lost."""
     monkeypatch.setattr(supervisor, "LOST_S", LOST_S)
 
 
 def dies(world: SimWorld, rank: int) -> None:
-    """End the process of `rank`."""
+    """Let the simulated process of `rank`, the caller, die."""
     world.dead.add(rank)
     raise Died(f"rank {rank} died")
 
@@ -255,7 +256,7 @@ def test_bytes_of_a_peer_that_has_closed_may_still_arrive(monkeypatch: pytest.Mo
         slots.fill_(ring.rank)
         hop = ring_hop(ring, slots[0], slots[1])
         if ring.rank == 0:
-            # Its bytes have been sent, but not delivered.
+            # Rank 0 says that it closes while its bytes are sent but not yet delivered.
             ring.supervisor.leave(Deadline(5.0))
             time.sleep(0.8)
         hop.start().wait()
@@ -329,7 +330,7 @@ def test_close_blames_no_rank_if_the_store_hangs() -> None:
         ring = open_on(world, rank, Frozen(store.clone(), stopped, going), timeout_s=20.0)
         opened.wait(10)
         if rank == 0:
-            # The store stops while rank 0 closes and waits for rank 1.
+            # The store's host stops while rank 0 closes and waits for rank 1.
             threading.Timer(1.0, stopped.set).start()
             threading.Timer(1.0 + 2.0 * LOST_S, going.set).start()
         else:
@@ -379,7 +380,7 @@ def test_a_rank_that_raises_a_user_error_is_not_silent() -> None:
 
 
 def backlog(world: SimWorld, ring: NcclTransport, behind: bool, end_s: float) -> Callable[[], Any]:
-    """Start an exchange after compute that takes `end_s` seconds, or before the compute if not `behind`.
+    """Start an exchange and compute that takes `end_s` seconds. If `behind`, the exchange is queued after the compute.
 
     Return a function that ends the compute early.
     """

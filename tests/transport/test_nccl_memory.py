@@ -1,4 +1,4 @@
-"""Lifetime of the memory of an NCCL ring: never freed while compute or an exchange uses it, but always freed later.
+"""The memory of an NCCL ring is never freed while compute or an exchange uses it, but always freed later.
 
 The real transport runs over simulated GPUs whose compute runs later than the host issues it.
 Not covered: CUDA's own allocator (`tests/gpu/test_lifetimes.py`).
@@ -32,11 +32,14 @@ from tests.transport.simulated.world import SimWorld, Stall
 
 MEMORY = pytest.mark.parametrize("register", [True, False], ids=["registered", "plain"])
 SOON_S = 30.0
-"""The time that a busy machine may need for an immediate action."""
+"""The limit for actions that take no time on an idle machine."""
 
 
 def until(what: Callable[[], bool]) -> bool:
-    """Return whether the condition becomes true soon. Collect garbage meanwhile, because tracebacks form cycles."""
+    """Wait until `what()` is true, and return whether that happened within `SOON_S`.
+
+    Collect garbage meanwhile, because tracebacks that keep memory alive form reference cycles.
+    """
     end_s = time.monotonic() + SOON_S
     while not what():
         gc.collect()
@@ -47,7 +50,10 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def held_reader(ring: NcclTransport, slots: torch.Tensor, as_pass: bool = False) -> tuple[SimStream, Touch]:
-    """Enqueue held compute that reads `slots` on a user stream. Return the stream and the compute."""
+    """Enqueue compute that reads `slots` on a new stream of the caller, and hold it. Return the stream and the compute.
+
+    If `as_pass`, the compute is a pass of the ring; otherwise the ring does not know about it.
+    """
     gpu: SimDevice = ring.gpu  # type: ignore[assignment]
     stream = gpu.user_stream()
     with gpu.on(stream):
@@ -201,7 +207,7 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
 
 
 class Breaking(PlainEngine):
-    """An engine that fails on rank 1 in the middle of a pass."""
+    """An engine that raises an error on rank 1 in its second step."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

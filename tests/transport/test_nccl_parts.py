@@ -98,7 +98,8 @@ def test_a_difference_between_two_reported_calls_is_bounded_by_them() -> None:
 
 
 def test_a_difference_shows_in_every_later_call() -> None:
-    # A heartbeat reports only a few calls, and may omit the calls that differ.
+    # A heartbeat reports only a few calls, which may not include the ones that differ. So their hashes cover earlier
+    # calls.
     local = history(b"a", *[b"same"] * 1000)
     remote = history(b"x", *[b"same"] * 1000)
     assert local.differs(remote.report()) is not None
@@ -217,6 +218,6 @@ def test_wait_until() -> None:
     assert 0.2 <= time.monotonic() - start < 0.2 + 10 * LONGEST_NAP_S
     with pytest.raises(ValueError, match="the ring has failed"):
         wait_until(lambda: False, Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("the ring has failed")))
-    # The condition became true, and then a rank that had seen it failed.
+    # A rank fails after the condition has become true, because it has already seen the condition. The wait succeeds.
     answers = iter([False, True])
     assert wait_until(lambda: next(answers), Deadline(5.0), lambda: (_ for _ in ()).throw(ValueError("failed since")))

@@ -1,7 +1,7 @@
-"""The order of the work of a pass on a GPU: no schedule has a race, and each mutation of the order is detected.
+"""The order of a pass's work on a GPU: no schedule has a race, and each mutation of the order is detected.
 
-The executor, the plan and the NCCL transport are the real ones. Packs, additions and kernels report the bytes that they
-access to the simulated device. The race detector checks that events and rendezvous order these accesses.
+The executor, the plan and the NCCL transport are the real ones. Packing, additions and kernels report the bytes that
+they access to the simulated device. The race detector checks that events and rendezvous order these accesses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ current_rank = threading.local()
 
 
 def extent(x: Tensor) -> list[Range]:
-    """Return the range from the first byte of a strided view to its last, or an empty list."""
+    """Return a list of the range from the first to the last byte of a strided view; an empty list for an empty view."""
     if not x.numel():
         return []
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -53,12 +53,12 @@ def extent(x: Tensor) -> list[Range]:
 
 
 def packed_range(buffer: PackedBuffer | LocalTensors) -> list[Range]:
-    """Return the range of a packed buffer. Local tensors are never exchanged, so their list is empty."""
+    """Return the range of a packed buffer, as a list. It is empty for local tensors, which are never exchanged."""
     return extent(buffer.flat) if isinstance(buffer, PackedBuffer) else []
 
 
 class Touching:
-    """An engine that reports its reads and writes to the simulated device."""
+    """An engine that reports its accesses to K/V and dK/dV to the simulated device."""
 
     def __init__(self, inner: Any, gpu: SimDevice) -> None:
         self._inner, self._gpu = inner, gpu
@@ -78,7 +78,7 @@ class Touching:
 
 @pytest.fixture
 def touching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let packs and additions report their accesses too."""
+    """Let the executor's packing and additions report their accesses too."""
     pack, add = ringattn.runtime.executor.pack, ringattn.runtime.executor.add
 
     def touched_pack(source: PackedBuffer | LocalTensors, into: PackedBuffer) -> None:
@@ -97,7 +97,7 @@ RunResult = tuple[list[Outcome], SimWorld, list[Race]]
 
 
 def run_passes(ranks: int, layout: str, schedule: str, timeout_s: float = 20.0) -> RunResult:
-    """Run two calls, forward and backward, so that the second reuses the slots of the first."""
+    """Run two calls, each forward and backward. The second call reuses the staging buffers of the first."""
     world = SimWorld(ranks)
 
     def body(ring: Ring) -> Any:
@@ -111,7 +111,7 @@ def run_passes(ranks: int, layout: str, schedule: str, timeout_s: float = 20.0) 
 
 
 def is_correct(layout: str, outcomes: list[Outcome], world: SimWorld, races: list[Race]) -> bool:
-    """Return whether the results are exact, without an error, a violation or a race."""
+    """Return whether the results are exact, and the run had no error, violation or race."""
     if world.violations or races or any(outcome.error for outcome in outcomes):
         return False
     output = joined([outcome.result for outcome in outcomes])
@@ -136,18 +136,18 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_wait_for_arrival(patch: pytest.MonkeyPatch) -> None:
-    """Drop a wait: compute begins before the bytes have arrived."""
+    """Drop the wait for an exchange, so that compute begins before the bytes have arrived."""
     patch.setattr(StreamWorkHandle, "wait", lambda self: setattr(self, "waited", True))
 
 
 def no_wait_for_compute(patch: pytest.MonkeyPatch) -> None:
-    """Drop a wait: an exchange begins before its slots are packed and free."""
+    """Drop the wait for compute, so that an exchange begins before its buffers are packed or free."""
     wait = SimStream.wait_event
     patch.setattr(SimStream, "wait_event", lambda self, event: wait(self, event) if self.name == "compute" else None)
 
 
 def swapped_slots(patch: pytest.MonkeyPatch) -> None:
-    """Give two slots with overlapping lifetimes the same memory."""
+    """Give two buffers of a plan with overlapping lifetimes the same memory."""
     plan_of = ringattn.runtime.runtime.plan_of
 
     def broken_plan(*facts: Any) -> Plan:
@@ -165,7 +165,7 @@ def swapped_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def ungrouped(patch: pytest.MonkeyPatch) -> None:
-    """Issue the sends and receives of a hop without a group."""
+    """Issue the sends and receives of a hop without a group around them."""
     patch.setattr(SimLibrary, "group_start", lambda self: 0)
     patch.setattr(SimLibrary, "group_end", lambda self: 0)
 
@@ -235,7 +235,7 @@ def test_a_wrong_order_that_may_give_correct_results_is_a_race(mutation: Mutatio
 
 
 def run_with_different_lengths() -> tuple[list[Outcome], SimWorld]:
-    """Run a call in which rank 1 has a sequence of another length, so that its messages have other sizes."""
+    """Run a call in which rank 1 has a longer sequence than the other ranks, so that its messages have other sizes."""
     world = SimWorld(3)
 
     def body(ring: Ring) -> None:

@@ -1,4 +1,4 @@
-"""A ring over two transports, in processes or threads on two nodes: shared memory inside, gloo between."""
+"""A ring over two nodes of processes or threads, with shared memory within a node and gloo between nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.transport.process_rings import EVEN, LATE, locations, meet_nodes, on_
 
 
 def start_up(rank: int, world_size: int) -> None:
-    """Do nothing. An answer shows that the process has started, which may take a minute on a busy machine."""
+    """Do nothing. The answer to this call shows that the process runs; starting may take a minute on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def processes() -> Iterator[Processes]:
 
 def test_the_flight_record_names_the_transport_of_each_message(tmp_path: Path) -> None:
     def body(ring: HostNodesTransport) -> list[tuple[str, str, int]]:
-        """Return the flight record of one exchange with all ranks: transport, direction and peer of each message."""
+        """Exchange with all ranks twice. Return (transport, direction, peer) of each message in the flight record."""
         peers = [peer for peer in range(4) if peer != ring.rank]
         sent, received = ring.allocate(64), ring.allocate(64 * 4).view(4, 64)
         sent.fill_(ring.rank)
@@ -62,7 +62,11 @@ def test_the_flight_record_names_the_transport_of_each_message(tmp_path: Path) -
 
 
 def crossed(ring: HostNodesTransport) -> None:
-    """Let rank 1 receive from rank 0 inside the node, and from rank 2, which waits for a later send of rank 0."""
+    """Let rank 1 wait for rank 2 before it waits for rank 0, which is on its node.
+
+    Rank 2 sends only after it has received a message that rank 0 sends after its message to rank 1. So rank 0 must be
+    able to continue while rank 1 waits between nodes.
+    """
     buffer = torch.full((16,), float(ring.rank))
     ring.all_gather_bytes(b"")
     if ring.rank == 0:
@@ -84,7 +88,10 @@ def test_a_wait_between_nodes_does_not_block_exchanges_inside_a_node() -> None:
 
 
 def one_deadline(rank: int, world_size: int) -> tuple[float, str]:
-    """Let rank 0 wait for rank 1, which is late, and for rank 2, which never sends. Return the time and the error."""
+    """Let rank 0 wait for rank 1, which is late, and for rank 2, which never sends.
+
+    Return how long rank 0 waited, and its error; zero and "" on the other ranks.
+    """
     if rank == 3:
         rendezvous_store(rank, world_size, 60.0)
         return 0.0, ""

@@ -1,4 +1,4 @@
-"""Copy engines inside two nodes and NCCL between them: both real transports over simulated GPUs."""
+"""A ring with copy engines within two nodes and NCCL between them: both real transports, over simulated GPUs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_a_capture_is_refused_before_either_transport_has_started() -> None:
 
 
 def test_a_failure_is_poison_then_an_abort_of_nccl_then_paint() -> None:
-    # In another order, wrong bytes could reach a rank through one transport before it reads the poison of the other.
+    # In another order, wrong bytes could reach a rank through one transport before it reads the poison, which tells it
+    # that the bytes may be wrong.
     steps: list[str] = []
 
     def record(target: Any, name: str, step: str) -> None:

@@ -1,4 +1,4 @@
-"""A ring that cannot open: every rank reports the cause, and names no healthy rank."""
+"""If a ring cannot open, every rank reports the cause, and none blames a healthy rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLACK_S = 4.0
 """The delay that other tests on the same machine may add to a deadline."""
 INSIDE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 LATER = [name for name in CAUSES if "later" in name]
-"""Only these faults occur after the choice of a transport. The others occur before it, so transports do not differ."""
+"""The faults that occur after the ranks have chosen a transport. Before that, the transports behave in the same way."""
 CELLS = [
     pytest.param(name, transport, marks=[] if transport == "gloo" or name in LATER else pytest.mark.slow)
     for name in CAUSES
@@ -104,7 +104,8 @@ def test_only_loopback_names_resolve_to_loopback() -> None:
         "127.0.0.1", "127.8.0.1", "127.0.0.1"
     ]  # fmt: skip
     assert [loopback_of(name, v6) for name in ("::1", "localhost")] == ["::1", "::1"]
-    # Debian maps a host's own name to 127.0.1.1, and other hosts reach it at another address.
+    # Debian maps a host's own name to 127.0.1.1, but other hosts reach it at another address. So the name is no
+    # loopback.
     assert [loopback_of(name, v4) for name in (socket.gethostname(), "10.0.0.1", "node0")] == [None, None, None]
 
 
@@ -153,9 +154,9 @@ def test_a_connection_that_takes_too_long_is_not_a_host_that_is_gone(
 # --- two jobs at one port --------------------------------------------------------------------------------------------
 
 ORDERS = [order for order in permutations(("A0", "A1", "B0", "B1")) if order[0][0] == "A"]
-"""The other orders are the same with the jobs swapped."""
+"""All orders in which two processes of job A and two of job B can start, up to a swap of the jobs."""
 GAP_S = 0.15
-"""The time between two starts: shorter than an opening, and longer than a claim."""
+"""The time between two starts. It is shorter than an opening, and longer than a rank takes to claim its number."""
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -180,5 +181,6 @@ def test_two_jobs_at_one_port_never_form_a_ring_unnoticed(order: tuple[str, ...]
             rf"the ring of 2 ranks cannot go on: two processes claim rank [01], {PROCESS} and", answer.message
         )
         assert claimed, (name, answers)
-    # One of two processes with the same rank number is refused. A ring of both jobs reads the cause in its store.
+    # One of two processes with the same rank number is refused. If processes of both jobs have already formed a ring,
+    # they read the cause in its store.
     assert sum(answer.kind == "InputError" for answer in answers.values() if answer) >= 1, answers

@@ -1,4 +1,4 @@
-"""The peer transport in real processes over simulated GPUs: bytes, memory, failures, lost ranks."""
+"""The peer transport in real processes over simulated GPUs: exact bytes, freed memory, failures and lost ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OFFSETS = (0, 1, 7, 64)
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """Return bytes that repeat after 251, a prime number, so that bytes shifted by a power of two differ."""
+    """Return bytes that repeat after 251 bytes, so that a shift by a power of two changes them. `seed` rotates them."""
     period = torch.arange(251, dtype=torch.uint8).roll(seed)
     return period.repeat(-(-nbytes // 251))[:nbytes]
 
@@ -37,7 +37,10 @@ def exchange_around_ring(ring: PeerTransport, sent: torch.Tensor, received: torc
 
 
 def sizes(rank: int, world_size: int, counts: list[int], switches: dict[str, Any]) -> list[bool]:
-    """Exchange bytes of every size, at odd offsets, into exportable and into plain memory."""
+    """Exchange messages of every size, at several offsets, into the ring's memory and into plain memory.
+
+    Return whether each message arrived whole.
+    """
     ring, whole = meet_peer(rank, world_size, gpu=SimGpu(**switches)), []
     before = contract.neighbors(ring)[1]
     for nbytes in counts:
@@ -57,7 +60,8 @@ def sizes(rank: int, world_size: int, counts: list[int], switches: dict[str, Any
 def open_repeatedly(rank: int, world_size: int, times: int) -> tuple[list[dict[str, int]], list[int], list[int]]:
     """Open and close a ring `times` + 1 times.
 
-    Return, after each time except the first, the driver's leftovers and the number of open descriptors and mappings.
+    Return three lists with the resources after each close except the first: the driver's leftovers, the number of open
+    descriptors, and the number of mappings.
     """
     left, descriptors, mappings = [], [], []
     for number in range(times + 1):
@@ -77,7 +81,7 @@ def open_repeatedly(rank: int, world_size: int, times: int) -> tuple[list[dict[s
 
 
 def growing(rank: int, world_size: int) -> dict[str, Any]:
-    """Free and allocate memory in mid-run, on one rank more often than on the other."""
+    """Free and allocate memory between exchanges, on rank 0 more often than on rank 1."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     before, whole, mapped = contract.neighbors(ring)[1], [], []
@@ -98,7 +102,7 @@ def growing(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def ahead(rank: int, world_size: int, count: int) -> list[bool]:
-    """Let the receiver start more messages than its log has entries before the sender starts the first."""
+    """Let the receiver start more messages than its log has entries, before the sender starts the first one."""
     ring = meet_peer(rank, world_size)
     buffers = ring.allocate(64 * count).view(count, 64)
     ring.all_gather_bytes(b"")
@@ -133,7 +137,7 @@ def out_of_memory(rank: int, world_size: int) -> str:
 
 
 def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
-    """Return the driver's leftovers once none of these kinds remain, or after five seconds."""
+    """Wait until the driver has no leftovers of these kinds, for at most five seconds. Return all its leftovers."""
     until = time.monotonic() + 5.0
     while any(gpu.driver.leftovers()[kind] for kind in kinds) and time.monotonic() < until:
         time.sleep(0.01)
@@ -141,7 +145,7 @@ def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
 
 
 def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
-    """Abort while the caller keeps a view. The memory stays, and is freed when the view is dropped."""
+    """Abort while the caller keeps a view of the memory. Return the driver's leftovers before and after its drop."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(1 << 16)
@@ -174,7 +178,7 @@ def mismatched_ends(rank: int, world_size: int, what: str) -> str:
 
 
 def overwritten(rank: int, world_size: int) -> dict[str, Any]:
-    """Let rank 0 abort, and rank 1 overwrite the words that rank 0 paints. Rank 1 stores small numbers for a second."""
+    """Let rank 0 abort while rank 1 keeps overwriting the words that rank 0 paints, for a second."""
     ring = meet_peer(rank, world_size)
     room = ring.allocate(64)
     page = ring.group.pages[0]
@@ -193,7 +197,10 @@ def overwritten(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def busy(rank: int, world_size: int) -> dict[str, float]:
-    """Fail during a computation. The caller gets the error immediately, and the abort ends after the computation."""
+    """Fail during a computation of three seconds. Return when the caller gets the error, and when the abort has ended.
+
+    The driver's leftovers are returned too.
+    """
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(64)
@@ -209,7 +216,10 @@ def busy(rank: int, world_size: int) -> dict[str, float]:
 
 
 def spoiled(rank: int, world_size: int) -> dict[str, Any]:
-    """Let rank 0 fail while rank 1 computes on a slot, which a queued copy of rank 0 then overwrites."""
+    """Let rank 0 fail while rank 1 computes on a buffer that a queued copy of rank 0 then overwrites.
+
+    Return whether rank 1's drain reports the failure, and the bytes that its computation read.
+    """
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     caller = gpu.caller = gpu.new_stream()
@@ -269,7 +279,9 @@ def test_every_byte_of_a_long_message_arrives(two: Processes) -> None:
 def test_repeated_openings_leave_no_resources(two: Processes) -> None:
     for left, descriptors, mappings in two.run(open_repeatedly, 8).values():
         assert left == [NOTHING] * 8
-        # A connection of one opening may be closed during the next. One leaked descriptor per opening would add seven.
+        # A connection of one opening may be closed during the next opening, so the count may vary a little. A leak of
+        # one
+        # descriptor per opening would add seven.
         assert descriptors[-1] <= min(descriptors) + 2, descriptors
         assert len(set(mappings)) == 1, mappings
 

@@ -1,4 +1,4 @@
-"""Model checking of `peer`: every order of its operations is correct, and each mutation fails in some order."""
+"""Model checking of the peer transport: every order of its operations is correct, and each mutation fails in some."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def two() -> Iterator[Processes]:
 
 
 def open_with_fault(rank: int, world_size: int, fault: str) -> dict[str, Any]:
-    """Return the error with which opening fails if rank 1 has a fault."""
+    """Open a ring although rank 1 has a fault. Return the error of this rank."""
     gpu = SimGpu(attributes={Attribute.STREAM_MEMORY_OPERATIONS_64: 0} if rank and fault == "memops" else None)
     driver: Any = gpu.driver
 
@@ -185,7 +185,7 @@ def test_graphs_are_refused(two: Processes) -> None:
 
 
 class FakeEvent:
-    """An event that completes after `after` queries since its record. Each query appends `step` to `steps`."""
+    """A fake event that completes after `after` queries since its record. Each query appends `step` to `steps`."""
 
     def __init__(self, steps: list[EndStep], step: EndStep | None = None, after: int = 0) -> None:
         self.recorded, self._steps, self._step, self._left = False, steps, step, after
@@ -201,7 +201,7 @@ class FakeEvent:
 
 
 class Rank:
-    """A lane and its watch, with a fake group, GPU and driver that record the end steps."""
+    """The real `Lane` and `Watch` of a rank, with a fake group, GPU and driver that record the steps of its end."""
 
     def __init__(self, driver: Any = None) -> None:
         self.steps: list[EndStep] = []
@@ -235,7 +235,7 @@ class Rank:
 
     @property
     def order(self) -> list[EndStep]:
-        """Return the recorded steps, without immediate repetitions."""
+        """The recorded steps, without immediate repetitions."""
         return [step for n, step in enumerate(self.steps) if n == 0 or self.steps[n - 1] is not step]
 
 
@@ -246,7 +246,8 @@ def test_an_abort_poisons_then_paints_until_the_lane_is_empty_then_unmaps() -> N
     rank.watch.fail(RingError("broken"))
     assert rank.watch.ended.wait(5.0)
     assert rank.order == list(ABORT)
-    # Two pages with two kinds of words, painted once and again after each query that finds pending work.
+    # The words of two kinds on two pages are painted once, and again after each of the three queries that find pending
+    # work.
     assert rank.steps.count(EndStep.PAINT) == 4 * (1 + 3)
 
 
@@ -331,7 +332,7 @@ def test_an_exchange_pending_at_the_failure_stays_failed_after_the_abort() -> No
 
 
 def test_all_events_but_the_newest_are_reused() -> None:
-    # The newest event shows whether the lane is empty.
+    # The newest event is kept, because it shows whether the lane is empty.
     rank = Rank()
     older, newest = completed_exchange(rank), completed_exchange(rank)
     rank.lane.newest = newest.done
@@ -367,7 +368,7 @@ class Stub:
         self._library.stub_log.restype = ctypes.c_char_p
 
     def lines(self) -> list[str]:
-        """Return the calls since the last `lines`."""
+        """Return the calls since the previous call of `lines`."""
         text = self._library.stub_log().decode().splitlines()
         self._library.stub_clear()
         return text
@@ -376,7 +377,7 @@ class Stub:
         self._library.stub_version(version)
 
     def fail(self, code: int) -> None:
-        """Let the next call that can fail return `code`."""
+        """Let the next call that is able to fail return `code`."""
         self._library.stub_fail(code)
 
 

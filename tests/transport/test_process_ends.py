@@ -1,4 +1,4 @@
-"""How processes and rings end: a fork with its ring open, Ctrl-C and SIGTERM in a wait, and rings that are dropped.
+"""How processes and rings end: forks of a process with an open ring, signals during a wait, and dropped rings.
 
 A forked child exits normally, and the ranks continue. A signal ends a rank that waits for a stopped peer long before
 the deadline. Rings that are dropped without a close leave no descriptor, no thread and no mapping.
@@ -39,7 +39,7 @@ ring = ringattn.Ring(transport=transport, timeout_s=60.0)
 
 
 def over(quick: str) -> pytest.MarkDecorator:
-    """Parametrize over the CPU transports between processes. All except `quick` are marked slow."""
+    """Parametrize a test over the CPU transports that connect processes. All except `quick` are marked slow."""
     return pytest.mark.parametrize(
         "transport",
         [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "shm", "shm+gloo")],
@@ -110,7 +110,7 @@ if rank == 2:
 ring.barrier()
 """
 LIMIT_S = 2.0 + BUSY_S
-"""The promise is two seconds. The deadline of the ring is a minute."""
+"""The time within which a waiting rank must end: two seconds are promised. The deadline of the ring is a minute."""
 
 
 @over("gloo")
@@ -133,7 +133,7 @@ def test_a_waiting_rank_ends_soon(transport: str, number: signal.Signals, code: 
 
 
 def rank_of_job(mark: str, rank: int) -> int:
-    """Wait for the process of `rank` in the job whose environment has `mark`, and return its id."""
+    """Wait for the process of `rank` with TEST_MARK=`mark` in its environment, and return its process id."""
     until = time.monotonic() + 60.0
     while time.monotonic() < until:
         for process in Path("/proc").glob("[0-9]*"):
@@ -178,7 +178,7 @@ def test_training_ends_soon(tmp_path: Path, number: signal.Signals) -> None:
 RINGS = 15
 SETTLE_S = 20.0
 MOST = (80, 12, 12)
-"""The maximum of descriptors, threads and mappings of a process that has dropped all its rings."""
+"""The largest allowed numbers of descriptors, threads and mappings of a process that has dropped all its rings."""
 
 
 def counted() -> tuple[int, int, int]:
@@ -190,8 +190,8 @@ def counted() -> tuple[int, int, int]:
 def drops(rank: int, world_size: int, name: str) -> list[tuple[int, int, int]]:
     """Open and drop rings in two rounds, and return the counts after each round.
 
-    Wait up to `SETTLE_S` for the counts of the first round to fall to `MOST`, and for the counts of the second round to
-    fall to the counts of the first.
+    After the first round, wait up to `SETTLE_S` until the counts are at most `MOST`; after the second round, until they
+    are at most those of the first.
     """
     rounds: list[tuple[int, int, int]] = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The transport that a ring opens, and its GPU. The CUDA calls of torch are fakes; the rest is real."""
+"""Which transport a ring opens, and on which GPU. The CUDA calls of torch are fakes; the rest is real."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def test_nccl_groups_opened_after_the_ring_are_warned_of_once(gpus: list[int], m
         try:
             assert call() == 0
             later = dist.new_group([0], backend="gloo")
-            # FSDP may create an NCCL group when the default group is gloo. Without a GPU the test can only fake it.
+            # FSDP may create an NCCL group although the default group is gloo. Without a GPU the test can only fake
+            # that.
             monkeypatch.setitem(nccl_options._world.pg_backend_config, later, "cuda:nccl")
             assert [call(), call()] == [1, 1]
         finally:
@@ -213,7 +214,8 @@ def opened_on(
 ) -> tuple[list[Any], list[str]]:
     """Open gloo on one thread per rank. Return the transport or the error of each rank, and the warnings.
 
-    `nodes`: a string with one letter per rank, which names the node of the rank.
+    `nodes`: a string with one letter per rank, which names the node of the rank. `fails`: errors that ranks raise when
+    they determine their location.
     """
     store, placed = dist.HashStore(), threading.local()
 

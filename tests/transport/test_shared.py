@@ -1,4 +1,4 @@
-"""Memory and processes of one machine: segments, words, pages, descriptors, and the group that uses them."""
+"""Shared memory between processes of one machine: segments, words, pages, descriptors, and the group that uses them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mappings(name: str = "") -> int:
 
 
 def descriptors() -> frozenset[tuple[str, str]]:
-    """Return number and file of each open descriptor. Those that earlier tests left may close at any time."""
+    """Return number and file of each open descriptor. Descriptors that earlier tests left may close at any time."""
     descriptors = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own descriptor, and those that are closing now
@@ -122,7 +122,7 @@ def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None
     page.store(BELL, 9)
     wait()
     assert ended == [0, 9]
-    # `wake` ends a pause. Without it each pause would take a whole slice.
+    # `wake` ends a pause early. Without it, each of the 100 pauses would take a whole time slice.
     start = time.monotonic()
     for n in range(9, 109):
         thread = threading.Thread(target=lambda n=n: (page.store(BELL, n + 1), wake(page.bell_address)))
@@ -206,7 +206,7 @@ def test_a_caller_without_the_nonce_of_the_ring_is_refused(served: Service) -> N
     with pytest.raises(ConnectionError):
         stranger.pull(0, 0, time.monotonic() + 5.0)
     stranger.close()
-    # A caller that sends a request before its greeting.
+    # A caller that sends a request before its greeting is refused too.
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.settimeout(5.0)
         client.connect(NAME + served.name)
@@ -380,7 +380,7 @@ def test_a_closed_rank_fails_only_waits_for_it() -> None:
 
 
 def test_a_word_that_arrived_before_its_sender_closed_is_seen() -> None:
-    # The waiter checks its condition. Then the word arrives and its sender closes, before the waiter checks again.
+    # The waiting rank checks its condition. Then the word arrives and its sender closes, before the rank checks again.
     def body(group: SharedGroup) -> int:
         gathered(group)
         if group.rank == 1:

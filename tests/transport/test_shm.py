@@ -1,4 +1,7 @@
-"""Shared memory: copies, killed ranks, memory and disagreements. The contract: test_contract.py."""
+"""The shared-memory transport: copies, killed ranks, memory, and ranks that disagree.
+
+`test_contract.py` runs the contract of all transports over it.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +71,9 @@ LONG_S = 30.0
 
 
 def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
-    """Kill rank 2 while its forked child lives; the child must not count as rank 2.
+    """Kill rank 2 while its forked child lives; the other ranks must not mistake the child for rank 2.
 
-    Return the error message of this rank, the name of its socket, and its files that could outlive this process.
+    Return this rank's error message, the name of its socket, and those of its files that could outlive the process.
     """
     ring = meet(rank, world_size, LONG_S)
     kept.extend((ring, ring.allocate(1 << 24)))
@@ -120,7 +123,7 @@ def pair() -> Iterator[list[ShmTransport]]:
 
 
 def transfer(pair: list[ShmTransport], sent: torch.Tensor, into: torch.Tensor, label: str = "x") -> list[Any]:
-    """Send from rank 0 to rank 1. Return the errors of both waits, None for success."""
+    """Send from rank 0 to rank 1. Return the errors of both ranks' waits, or None for success."""
     receive = pair[1].exchange([], [Message(0, into, label)])
     send = pair[0].exchange([Message(1, sent, label)], [])
     return on_each_rank(2, lambda rank: (send, receive)[rank].wait())
@@ -187,7 +190,7 @@ def test_more_messages_than_the_log_holds(pair: list[ShmTransport]) -> None:
 
 
 def test_waits_in_opposite_orders_do_not_deadlock(pair: list[ShmTransport]) -> None:
-    # Each rank first waits for the exchange that its peer waits for last.
+    # Each rank first waits for the exchange whose other half its peer waits for last.
     into = [torch.zeros(4), torch.zeros(4)]
 
     def body(rank: int) -> None:
@@ -285,7 +288,7 @@ def test_a_copy_from_a_sender_that_ended_meanwhile_is_an_error(
 
     def end_sender(self: shm_transport.Imports, *facts: Any) -> int:
         source = address(self, *facts)
-        # The sender ends after the receiver has checked it, and before the copy.
+        # The sender ends after the receiver has checked that it is alive, and before the copy.
         pair[0].abort(ValueError("no heads")) if end == "abort" else pair[0].close()
         sent.fill_(99)
         return source

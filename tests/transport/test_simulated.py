@@ -1,6 +1,6 @@
-"""The simulated NCCL detects memory that is freed too early; `test_nccl_memory.py` relies on it.
+"""The simulated NCCL detects memory that is freed too early. `test_nccl_memory.py` relies on this.
 
-`test_nccl_races.py` shows that the simulator also detects a wrong order of the work of a pass.
+`test_nccl_races.py` shows that the simulator also detects a wrong order of a pass's work.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 Part = tuple[str, torch.Tensor, int]
-"""Kind (send or recv), buffer and peer of an op."""
+"""An operation of a group: kind ("send" or "recv"), buffer and peer."""
 
 
 class Rank:
-    """One rank of a world with a library, a device, one communicator and one communication stream."""
+    """A rank of a simulated world, with a library, a device, a communicator and a communication stream."""
 
     def __init__(self, world: SimWorld, rank: int, unique_id: bytes) -> None:
         self.world, self.rank = world, rank
@@ -31,7 +31,7 @@ class Rank:
         self.comm = self.library.init(world.world_size, unique_id, rank, CommConfig())
 
     def settle(self) -> int:
-        """Poll the communicator until it is no longer in progress, a few times at most. Return its status."""
+        """Poll the communicator as often as it may be in progress. Return its first other status, or IN_PROGRESS."""
         statuses = [self.library.state(self.comm) for _ in range(self.world.polls + 1)]
         return next((status for status in statuses if status != Status.IN_PROGRESS), Status.IN_PROGRESS)
 
@@ -54,7 +54,7 @@ class Rank:
 
 
 def pair() -> tuple[Rank, Rank]:
-    """Return two ranks that the calling thread drives."""
+    """Return two ranks of one world. The calling thread makes the calls of both."""
     world = SimWorld(2)
     unique_id = SimLibrary(world, 0).unique_id()
     a, b = Rank(world, 0, unique_id), Rank(world, 1, unique_id)

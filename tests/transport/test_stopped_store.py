@@ -1,4 +1,4 @@
-"""Rings whose store host is stopped: every rank raises an error about the store in time, and blames no rank."""
+"""If the store's host is stopped, every rank raises an error about the store in time, and blames no rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.transport.threads import on_each_rank
 
 DEADLINE_S = 1.0
 WITHIN_S = DEADLINE_S + 2.0 + 4.0
-"""The promise is the deadline plus two seconds; `bench.faults` measures it on an idle machine. Here other tests may run
-at the same time, so four seconds are added. A call that waited for the store or for the limit of its opening would take
-20 s or more."""
+"""The time in which an error must come. The library promises the deadline plus two seconds, which `bench.faults`
+measures on an idle machine. Here other tests may run at the same time, so four seconds are added. A call that waited
+for the store, or for the deadline of the opening, would take 20 s or more."""
 UNANSWERED = "the store's host (rank 0 of the job, or torchrun's agent, at 127.0.0.1:{port}) did not answer within"
 
 
@@ -44,7 +44,7 @@ each_transport = pytest.mark.parametrize("open_ring", [open_gloo, open_on], ids=
 
 
 def rings(host: StoreHost, open_ring: Open) -> list[Any]:
-    """Open a ring of two ranks, each with its own connection, and then set the short deadline."""
+    """Open a ring of two ranks, each with its own connection to the store, and then give it a short deadline."""
     world, name = SimWorld(2), f"{time.monotonic()}"
     opened_rings = on_each_rank(2, lambda rank: open_ring(world, rank, dist.PrefixStore(name, host.client()), 20.0))
     for ring in opened_rings:

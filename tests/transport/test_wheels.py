@@ -1,4 +1,4 @@
-"""Installed wheels for a CUDA version that is not torch's, or for two versions: one line names them and the remedy."""
+"""A warning of one line names installed wheels for another CUDA version than torch's, or for two, and the remedy."""
 
 from __future__ import annotations
 

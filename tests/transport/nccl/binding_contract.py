@@ -1,7 +1,7 @@
 """The contract of all bindings to NCCL, checked with a stub of libnccl.
 
-Guarantees: a check uses only the `Binding` protocol, and leaves no scripted answer pending in the stub. A check depends
-on the binding only through its name and capabilities.
+Guarantees: a check uses only the `Binding` protocol, and leaves no scripted answer pending in the stub. What it expects
+depends on the binding only through the binding's name and capabilities.
 Not covered: GPUs, the real library.
 """
 
@@ -25,7 +25,7 @@ FAILURES = [status for status in (*Status, 99) if status not in (Status.SUCCESS,
 
 
 class Bench(NamedTuple):
-    """A stub, and a binding to it."""
+    """The stub library at `path`, and a binding to it. `make` creates another binding."""
 
     stub: Stub
     path: str
@@ -50,7 +50,7 @@ def failure(call: Callable[[], object]) -> NcclError:
 
 
 def refusal(call: Callable[[], object], kind: type[Exception]) -> str:
-    """Return the message of the error that `call` must raise."""
+    """Return the message of the error of type `kind` that `call` must raise."""
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
@@ -250,7 +250,7 @@ COMMON: tuple[Check, ...] = (
 
 
 def tracebacks(checks: Iterable[Callable[..., None]], *arguments: Any) -> dict[str, str | None]:
-    """Call each check with `arguments`. Return, by name, the traceback of its exception, or None."""
+    """Call each check with `arguments`. Return, by name, the traceback of its exception, or None if it passed."""
     tracebacks_by_name: dict[str, str | None] = {}
     for check in checks:
         try:

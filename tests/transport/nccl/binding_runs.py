@@ -1,8 +1,9 @@
 """Run the contract of one binding, and the checks of features that only one binding has.
 
-`python -m tests.transport.nccl.binding_runs RUN LIBRARY EXIT_LOG` prints, as JSON, the traceback or null of each check
-of a run. It leaves communicators open, and writes to EXIT_LOG the calls of the library while the interpreter exits.
-Each run needs a separate process, because neither libnccl nor cupy can be unloaded.
+`python -m tests.transport.nccl.binding_runs RUN LIBRARY EXIT_LOG` runs the checks `RUNS[RUN]` with the stub LIBRARY. It
+prints a JSON object with the traceback of each check, or null for a check that passed. It leaves communicators open,
+and writes to EXIT_LOG the library calls that are made while the interpreter exits. Each run needs a separate process,
+because neither libnccl nor cupy can be unloaded.
 """
 
 from __future__ import annotations
@@ -142,11 +143,11 @@ MISSING = {"ctypes": frozenset(), "ctypes_poor": OPTIONAL, "cupy": frozenset(Cap
 """The capabilities that the binding of a run lacks."""
 
 left_open: Bench | None = None
-"""Keeps a communicator open, as in a program that ends without close()."""
+"""Keeps the binding alive, with an open communicator, as in a program that ends without close()."""
 
 
 def with_a_clean_log(check: Check) -> Check:
-    """Return the check, extended: it also fails if it makes a call with which the library would access freed memory."""
+    """Return a check that also fails if a call would make the library access freed memory, which the stub logs."""
 
     @wraps(check)
     def checked(bench: Bench) -> None:

@@ -1,7 +1,8 @@
 """Load missing, broken, old, new and duplicate copies of libnccl, in this order, in one process.
 
-`python -m tests.transport.nccl.library_scenarios LIBRARY SECOND` takes two copies of the stub and prints, as JSON, the
-traceback or null of each scenario. The order matters, because a loaded library cannot be unloaded.
+`python -m tests.transport.nccl.library_scenarios LIBRARY SECOND` takes the paths of two copies of the stub. It prints a
+JSON object with the traceback of each scenario, or null for a scenario that passed. The order matters, because a loaded
+library cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def a_missing_library_is_refused_with_a_remedy(path: str, second: str) -> None:
     soname, library.SONAME = library.SONAME, "libnccl-absent.so.2"
     finders, cuda = list(sys.meta_path), torch.version.cuda
     try:
-        # At first only the file is missing: the folder of an installed wheel is found. Then the folder is hidden too.
+        # At first only the library file is missing, and the folder of an installed wheel is found. In the second round
+        # the folder is hidden too.
         for hidden in ([], [NoWheel()]):
             sys.meta_path[:] = [*hidden, *finders]
             for version, remedy in {
@@ -101,12 +103,12 @@ class Cupy(ModuleType):
 
     @property
     def available(self) -> bool:
-        """Whether cupy has NCCL. `CupyBinding` reads it after the import, when cupy has loaded its libraries."""
+        """Whether cupy was built with NCCL. `CupyBinding` reads this once cupy is imported and has loaded libraries."""
         return self._available
 
 
 class CupyWithACopy(Cupy):
-    """A cupy that loads another libnccl."""
+    """A fake cupy that loads another libnccl, the file `copy`, when `available` is read."""
 
     copy = ""
 

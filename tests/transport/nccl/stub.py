@@ -28,7 +28,7 @@ def build(folder: Path, *without: str) -> Path:
 
 
 class Stub:
-    """The controls of a loaded stub; see `stub.c`."""
+    """The functions that control a loaded stub; see `stub.c`."""
 
     def __init__(self, path: str) -> None:
         self._c = ctypes.CDLL(path)
@@ -50,7 +50,7 @@ class Stub:
         self._c.stub_clear()
 
     def log_to(self, path: Path) -> None:
-        """Also write every later call to a file, which outlives the process."""
+        """Also write every later call to a file, which can be read after the process has ended."""
         self._c.stub_log_to(str(path).encode())
 
     def version(self) -> int:
@@ -64,7 +64,7 @@ class Stub:
         self._c.stub_set_version(version)
 
     def set_polls(self, polls: int) -> None:
-        """Set how often a non-blocking communicator is in progress after each init, finalize and group end."""
+        """Set how often a non-blocking communicator reports IN_PROGRESS after each init, finalize and group end."""
         self._c.stub_set_polls(polls)
 
     def set_async(self, comm: int, status: int) -> None:
@@ -72,7 +72,7 @@ class Stub:
         self._c.stub_set_async(comm, status)
 
     def answer(self, function: str, nth: int, status: int) -> None:
-        """Let the `nth` call of `function` from now on return `status`."""
+        """Let the `nth` call of `function`, counted from now, return `status`."""
         self._c.stub_answer(function.encode(), nth, status)
 
     def block(self, function: str) -> None:
@@ -80,7 +80,7 @@ class Stub:
         self._c.stub_block(function.encode())
 
     def is_inside(self) -> bool:
-        """Return whether a call waits for `release`."""
+        """Return whether a thread is inside a call that waits for `release`."""
         return bool(self._c.stub_inside())
 
     def release(self) -> None:

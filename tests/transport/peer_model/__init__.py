@@ -1,1 +1,1 @@
-"""A model of exchanges through shared memory that runs the transports' own programs in every order."""
+"""A model checker for exchanges through shared memory: it runs the transports' own programs in every order."""

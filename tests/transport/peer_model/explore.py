@@ -1,6 +1,6 @@
 """Explore all orders of a machine's operations, or draw a random order and find its races.
 
-Races are found with vector clocks. Each thread is a logical thread, and so is each copy from its start to its
+Races are found with vector clocks. A logical thread is a thread of the machine, or a copy from its start to its
 completion. An operation is ordered after the earlier operations of its thread and after the operations that it needs. A
 wait is ordered after the first store that satisfies it, and a fence after the copies of its thread. Nothing else orders
 a copy. The clocks do not cover failing ranks or detached copies.
@@ -63,10 +63,10 @@ def _path(seen: dict[State, tuple[State, str] | None], state: State) -> list[str
 
 
 def random_order(machine: Machine, seed: int) -> tuple[list[tuple[bool, Position]], State]:
-    """Return one order at random, and the state in which it ends.
+    """Return one order at random, as a list of events, and the state in which it ends.
 
-    Each event is the position of an operation, with True if its copy completes and False if the operation runs. The
-    order ends at the first violation.
+    An event (False, position) runs the operation at that position, and (True, position) completes the copy that the
+    operation began. The order ends at the first violation.
     """
     chance, state = random.Random(seed), machine.first()
     events: list[tuple[bool, Position]] = []
@@ -92,7 +92,7 @@ def random_order(machine: Machine, seed: int) -> tuple[list[tuple[bool, Position
 
 
 def races(machine: Machine, events: list[tuple[bool, Position]]) -> list[Race]:
-    """Return the unordered pairs of conflicting accesses of an order that `random_order` returned."""
+    """Return the races of an order that `random_order` returned: pairs of conflicting accesses that nothing orders."""
     return unordered(_Clocks(machine, events).accesses())
 
 

@@ -1,10 +1,12 @@
 """A model of the machine that programs run on: threads, words, slots, copies that complete late, and failing ranks.
 
-A thread is the host of a rank, the caller's stream or the lane. An operation runs after the operations that it needs.
-A copy is two events: it begins as an operation of its thread, and completes at any later time. Between the two events
-its target is torn. A slot holds the tag of the last write, so a read of wrong data is detected in the order in which it
-happens. The supervisors of a failed rank, and of each rank that notices the failure, run the steps of `ABORT`.
-Not modeled: torn words, caches of the host, how a rank detects a silent peer, deadlines (a rank may notice any time).
+Each rank has three threads: the host, the caller's stream and the lane (the stream on which exchanges run). An
+operation runs after the operations that it needs. A copy is two events: it begins as an operation of its thread, and
+completes at any later time. Between the two events its target slot is torn. A slot is a buffer; its content is modeled
+as a tag, the number that the last write gave it, and a kernel states the tags that it must read. The supervisors of a
+failed rank, and of each rank that notices the failure, run the steps of `ABORT`.
+Not modeled: torn words, caches of the host, how a rank detects a silent peer, and deadlines (a rank may notice a
+failure at any time).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from ringattn.transport.peer.program import PAINTED
 
 
 TORN, LAUNCHED, OVERWRITTEN = -1, -2, -3
-"""Special tags: a copy is writing the slot; a detached copy has not begun; the caller of failed rank r has overwritten
-the slot (`OVERWRITTEN - r`)."""
+"""Special tags. `TORN`: a copy is writing the slot. `LAUNCHED`: a detached copy has not begun. `OVERWRITTEN - r`: the
+caller on failed rank r has overwritten the slot."""
 NOBODY = -1
 HOST, CALLER, LANE = range(3)
 """The threads of a rank have the indices `rank * 3` plus these."""
@@ -62,12 +64,12 @@ class Op(NamedTuple):
     exact: bool = False
     fence: bool = True
     reads: tuple[tuple[int, int], ...] = ()
-    """Slots, and the tags that they must hold."""
+    """Pairs of a slot that a kernel reads and the tag that the slot must hold."""
     writes: tuple[tuple[int, int], ...] = ()
     source: int = -1
     target: int = -1
     detached: bool = False
-    """The copy is not ordered with later operations of its thread."""
+    """Whether a copy may begin at any later time, without order with the later operations of its thread."""
 
 
 class Life(IntEnum):
@@ -84,7 +86,7 @@ class State(NamedTuple):
     """The complete state of a run."""
 
     positions: tuple[int, ...]
-    """By thread: the index of its next operation."""
+    """For each thread, the index of its next operation."""
     words: tuple[int, ...]
     slots: tuple[int, ...]
     landing: tuple[tuple[Position, int], ...]
@@ -93,16 +95,16 @@ class State(NamedTuple):
     phase: tuple[int, ...]
     """The number of the next abort step of each rank, from 1; 0 if the rank has not failed."""
     origin: tuple[int, ...]
-    """The rank that each failed rank names."""
+    """For each failed rank, the rank that it names as the culprit."""
     poison: tuple[int, ...]
-    """The rank that the poison words of each page name."""
+    """For each rank's page, the rank that its poison words name as the culprit."""
     spoiled: int
-    """One bit per rank: it has read data that no rank sent to it."""
+    """A bit mask of the ranks that have read data that no rank sent to them."""
     culprit: int
 
 
 class Violation(Exception):
-    """A property that does not hold."""
+    """A rule of the protocol that a state or an operation breaks."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
@@ -129,15 +131,16 @@ class EndStep(Enum):
 
 
 DRAIN = (EndStep.AWAIT_DONE, EndStep.AWAIT_COMPUTED, EndStep.CHECK)
-"""The queued copies of a failed rank may write to buffers without a credit. The rank poisons every page before it
-releases them. So a rank that finds no poison after its last reader has run knows that the reader saw no such bytes. A
-check right after DONE would be too early: once the next exchange has started, a copy without a credit may write to a
-buffer that a queued kernel still reads."""
+"""The steps of a drain. When a failed rank releases its queue, its queued copies may write to buffers for which no
+receiver gave a credit. The rank poisons every page before it releases the queue. So a rank that finds no poison after
+its last kernel has run knows that the kernel read no such bytes. A check right after DONE would be too early: once the
+next exchange has started, a copy without a credit may write to a buffer that a queued kernel still reads."""
 ABORT = (EndStep.POISON, EndStep.PAINT, EndStep.UNMAP)
-"""Painting releases the queues, including copies without a credit. So every page is poisoned first, and also before
-the caller gets the error, because the caller may then overwrite buffers that are being sent. Other ranks may overwrite
-a painted word with a lower number, so painting is repeated until no operation of this rank waits. Only then can no copy
-touch unmapped memory. A start that has begun to enqueue finishes before the abort; none begins after it."""
+"""The steps of an abort. Painting overwrites the words that queued operations wait for, and so releases the queues,
+including copies without a credit. So every page is poisoned before that. It is also poisoned before the caller gets the
+error, because the caller may then overwrite buffers that are being sent. Other ranks may overwrite a painted word with
+a lower number, so painting is repeated until no operation of this rank waits. Only then can no copy touch unmapped
+memory. A start that has begun to enqueue an exchange finishes before the abort, and no start begins after it."""
 CLOSE = (*DRAIN, EndStep.UNMAP)
 
 
@@ -151,27 +154,27 @@ class Machine:
     world: int
     threads: list[list[Op]]
     page: list[int]
-    """By word: the rank whose page holds it."""
+    """For each word, the rank whose page holds it."""
     slots: int
     words: list[int] = field(default_factory=list)
-    """The initial values."""
+    """The initial values of the words."""
     fault: str = ""
-    """raise, die or stop: the fault that rank 0 may have at any time."""
+    """The fault that rank 0 may have at any time: "raise", "die", "stop", or "" for none."""
     abort: tuple[EndStep, ...] = ABORT
     paint_once: bool = False
     names_origin: bool = True
     guarded: bool = True
-    """A rank that has failed enqueues nothing more."""
+    """Whether a rank enqueues nothing more once it has failed."""
     raises_early: bool = False
-    """The caller gets the error before every page is poisoned."""
+    """Whether the caller may get the error before every page is poisoned."""
     reduced: bool = True
-    """Omit orders that lead to the same results."""
+    """Whether to omit orders that lead to the same results."""
 
     def __post_init__(self) -> None:
         self._successes = [[n for n, op in enumerate(self.threads[rank * 3]) if op.kind == Kind.SUCCESS]
                            for rank in range(self.world)]  # fmt: skip
         self._steps: list[tuple[EndStep, int]] = []
-        """The steps of an abort, with the page that each step writes."""
+        """The steps of an abort, each with the page that it poisons, or 0 if it does not poison a page."""
         for step in self.abort:
             self._steps += [(step, page) for page in (range(self.world) if step is EndStep.POISON else [0])]
         unmaps = [n for n, (step, _) in enumerate(self._steps, 1) if step is EndStep.UNMAP]
@@ -271,12 +274,12 @@ class Machine:
         return state
 
     def _reported(self, state: State, rank: int, op: Op) -> bool:
-        """Return whether the rank has already reported success for this kernel."""
+        """Return whether a drain that comes after this kernel has already reported success on this rank."""
         index = state.positions[rank * 3]
         return any(op.needs[0][1] < success < index for success in self._successes[rank]) if op.needs else False
 
     def queued(self, state: State, thread: int) -> list[Op]:
-        """Return the operations that the host has enqueued on a stream and that have not run."""
+        """Return the operations that the host has enqueued on a stream, `thread`, and that have not run."""
         host = state.positions[thread // 3 * 3]
         return [op for op in self.threads[thread][state.positions[thread] :] if op.needs[0][1] < host]
 
@@ -341,7 +344,7 @@ class Machine:
             yield "rank 0 goes on", state._replace(life=replaced(state.life, 0, Life.RUNS))
 
     def stuck(self, state: State) -> str:
-        """Describe the ranks that have not ended in a state that has no next state, or return "" if all have ended."""
+        """Describe the ranks that hang in `state`, from which no move is possible. Return "" if all have ended."""
         left = []
         for rank, life in enumerate(state.life):
             if life >= Life.DEAD or life == Life.ENDED:
@@ -374,7 +377,7 @@ class Machine:
             yield from self._abort_step(state, rank, phase)
 
     def _abort_step(self, state: State, rank: int, phase: int) -> Iterator[tuple[str, State]]:
-        """Yield the next step of the rank's supervisor, and the steps that paint words in parallel."""
+        """Yield the next abort step of the rank, and a move for each word that painting may overwrite again."""
         after = state._replace(phase=replaced(state.phase, rank, phase + 1))
         if phase <= len(self._steps):
             step, page = self._steps[phase - 1]
@@ -402,7 +405,7 @@ class Machine:
                     yield f"rank {rank} paints {word}", state._replace(words=replaced(state.words, word, PAINTED))
 
     def _step(self, step: EndStep) -> int:
-        """Return the phase whose next step is `step`."""
+        """Return the abort phase (see `State.phase`) whose next step is `step`."""
         return next((n for n, (each, _) in enumerate(self._steps, 1) if each is step), len(self._steps) + 1)
 
     def _blocked(self, state: State, thread: int) -> bool:
@@ -437,7 +440,7 @@ class Machine:
         return not any(self.queued(state, rank * 3 + stream) for stream in (CALLER, LANE))
 
     def settle(self, state: State) -> State:
-        """Run operations whose order does not matter, so that fewer orders remain to be explored."""
+        """Run all operations whose order does not matter, so that fewer orders remain to be explored."""
         moved = self.reduced
         while moved:
             moved = False
@@ -454,7 +457,7 @@ class Machine:
         return state
 
     def _settle_failure(self, state: State) -> State:
-        """Run abort steps that no other rank can observe. Forget the slots when no rank will report a result again."""
+        """Run abort steps that no other rank can observe. Clear the slots once no rank can report success any more."""
         for rank in range(self.world):
             phase = state.phase[rank]
             if not 0 < phase <= len(self._steps) or state.life[rank] >= Life.DEAD:

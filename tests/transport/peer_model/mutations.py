@@ -1,4 +1,4 @@
-"""Mutations of the protocol, each with a use case in which some order violates a rule."""
+"""Mutations of the protocol, each with a use case in which some order of operations violates a rule."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from tests.transport.peer_model.scripts import (
 
 
 class Mutation(NamedTuple):
-    """A broken protocol with a use case that detects the mistake.
+    """A protocol with a mistake, and a use case that detects it.
 
-    With the protocol `broken`, `use` violates `rule`. With the correct protocol, `use` violates no rule.
+    With the protocol `broken`, the use case `use` violates `rule`. With the correct protocol, it violates no rule.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Mutation(NamedTuple):
 
 
 def flat(program: Program) -> list[Any]:
-    """Return the steps with which the program starts an exchange, with each memory operation in its own batch."""
+    """Return the steps that start an exchange, with each memory operation (store or wait) in a batch of its own."""
     steps: list[Any] = []
     for step in program.start:
         steps += [Memops((op,)) for op in step.ops] if isinstance(step, Memops) else [step]
@@ -83,19 +83,19 @@ def mapped(change: Callable[[Any], Any], program: Program) -> Program:
 
 
 def unfenced(step: Any) -> Any:
-    """Return the step, changed if it stores an arrival flag: the flag may then become visible before its data."""
+    """Return the step without the fence if it stores an arrival flag, which may then be visible before its data."""
     if is_op(step, WordKind.ARRIVAL, Write):
         return Memops((UnfencedWrite(step.ops[0].word, step.ops[0].nth),))
     return step
 
 
 def loose(step: Any) -> Any:
-    """Return the step, changed if it is a copy: the copy may then begin at any later time."""
+    """Return the step, as a `LooseCopy` if it is a copy. A loose copy may begin at any later time."""
     return LooseCopy(step.message, step.src, step.dst, step.nth) if isinstance(step, Copy) else step
 
 
 def exact(step: Any) -> Any:
-    """Return the step, changed if it is a wait: it then waits for exactly its value, not for at least its value."""
+    """Return the step, as an `ExactWait` if it is a wait. It then waits for exactly its value, not for at least it."""
     if isinstance(step, Memops) and isinstance(step.ops[0], Wait):
         return Memops((ExactWait(step.ops[0].word, step.ops[0].nth),))
     return step
@@ -124,7 +124,10 @@ def arrivals_on_caller(program: Program) -> Program:
 
 
 def block_before(kind: WordKind, op: type, program: Program) -> Program:
-    """Return a program in which the host waits until the lane has run the operations before the first of this kind."""
+    """Return a program in which the host blocks before the first operation `op` on a word of this kind.
+
+    The host waits there until the lane has run all earlier operations.
+    """
     steps = flat(program)
     first = next((n for n, step in enumerate(steps) if is_op(step, kind, op)), len(steps))
     return replace(program, start=(*steps[:first], HostBlock(), *steps[first:]))  # type: ignore[arg-type]
@@ -157,17 +160,17 @@ class Reused(PairNumbers):
 
 
 class OfRank(PairNumbers):
-    """Message numbers that count per direction of this rank instead of per pair."""
+    """Message numbers that count all messages that this rank sends, and all that it receives, instead of per pair."""
 
     def bases(self, program: Program) -> dict[Pair, int]:
-        """Return the number of messages started in the direction of each pair."""
+        """Return for each pair how many messages this rank has started in the same direction, with any peer."""
         rank = program.rank
         return {pair: sum(count for each, count in self._started.items() if (each[0] == rank) == (pair[0] == rank))
                 for pair, _ in program.counts}  # fmt: skip
 
 
 def before_ready(step: Any) -> bool:
-    """Return whether the lane waits for the caller's stream in this step."""
+    """Return whether this step makes the lane wait for the event READY of the caller's stream."""
     return isinstance(step, WaitEvent) and step.event is Event.READY
 
 
@@ -182,7 +185,7 @@ def changed(function: Callable[..., Program], *arguments: Any, **options: Any) -
 
 
 def failing(fault: str, drain: tuple[EndStep, ...] = DRAIN, **options: Any) -> Protocol:
-    """Return a protocol in which rank 0 may fail."""
+    """Return a protocol in which rank 0 may have `fault` (see `Machine.fault`). `options`: options of `Machine`."""
     return Protocol(drain=drain, machine={"fault": fault, **options})
 
 
@@ -259,4 +262,4 @@ MUTATIONS = [
     Mutation("stale page of an earlier ring", Protocol(first_words=3), two, "ordered"),
     Mutation("k-th start paired by bind order", Protocol(by_bind_order=True), other_order, "ordered"),
 ]
-"""`docs/testing.md` lists them all."""
+"""All mutations. `docs/testing.md` lists them too."""

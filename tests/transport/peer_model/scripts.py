@@ -1,8 +1,8 @@
-"""Scripts of the ranks of a model. They run the transport's programs, and become the threads of a machine.
+"""Scripts: what each rank of a model does. A script runs the transport's programs and fills the threads of a machine.
 
-A script starts exchanges and waits for them between kernels, as the executor does. The program that the transport would
-run determines which operations a start enqueues, and in which order; `Protocol.change` may break it. The use cases are
-small enough that every order can be explored.
+A script starts exchanges and waits for them between kernels, as the executor does. The transport's own exchange program
+determines which operations a start enqueues, and in which order; `Protocol.change` may break the program. The use cases
+are small enough that every order can be explored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEVER: Position = (0, 1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class ExactWait(Wait):
-    """A wait that only the exact value satisfies."""
+    """A wait that only the exact value satisfies, while a `Wait` accepts any larger value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ Change = Callable[[Program], Program]
 
 @dataclass(frozen=True)
 class Sent:
-    """A message of a hop: its peer, and its slot on this rank."""
+    """A message of a hop, sent or received: its peer, and its slot on this rank."""
 
     peer: int
     slot: int
@@ -75,7 +75,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class BoundHop:
-    """A bound hop."""
+    """The messages that a rank sends and receives in one exchange."""
 
     sends: tuple[Sent, ...]
     recvs: tuple[Sent, ...]
@@ -83,25 +83,29 @@ class BoundHop:
 
 @dataclass
 class Protocol:
-    """The way in which exchanges run, and the mistakes that they contain."""
+    """The rules by which exchanges run, with switches for mistakes in these rules."""
 
     change: Change = lambda program: program
     one_queue: bool = False
     drain: tuple[EndStep, ...] = DRAIN
     numbers: Callable[[], PairNumbers] = PairNumbers
     swap_book: bool = False
-    """The receiver logs the buffers of its first two starts in swapped order."""
+    """Mistake: the receiver logs the buffers of its first two messages of a pair in swapped order."""
     by_bind_order: bool = False
-    """The k-th start is paired with the k-th bound hop."""
+    """Mistake: the k-th message of a pair is written to the buffer of the k-th receive that was bound, not started."""
     first_words: int = 0
     """The initial value of all words."""
     machine: dict[str, object] = field(default_factory=dict)
-    """Options of `Machine`."""
+    """Keyword arguments of `Machine`."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An operation that refers to operations of other threads by name, because they may not exist yet."""
+    """An operation that refers to operations of other threads by name, because they may not have been added yet.
+
+    `name`: the name of this operation, if others refer to it; `after`: the operations that it needs; `target`: the
+    message whose slot a copy writes.
+    """
 
     op: Op
     name: Hashable = None
@@ -110,7 +114,7 @@ class Draft:
 
 
 class Script:
-    """The operations of one rank, which the methods append."""
+    """The program of one rank. Each method appends operations to the rank's threads."""
 
     def __init__(self, model: Model, rank: int) -> None:
         self.model, self.rank = model, rank
@@ -125,7 +129,10 @@ class Script:
         return hop
 
     def kernel(self, what: str, reads: Sequence[tuple[int, int]] = (), writes: Sequence[tuple[int, int]] = ()) -> None:
-        """Enqueue a kernel on the caller's stream. `reads`: slots and expected tags; `writes`: slots and new tags."""
+        """Enqueue a kernel on the caller's stream.
+
+        `reads`: pairs of a slot and the tag that it must hold. `writes`: pairs of a slot and the tag that it gets.
+        """
         reads, writes = ([(self.model.slot(self.rank, each), tag) for each, tag in part] for part in (reads, writes))
         self._enqueue([(CALLER, Draft(Op(Kind.KERNEL, what, reads=tuple(reads), writes=tuple(writes))))])
 
@@ -140,7 +147,7 @@ class Script:
         return len(self._started) - 1
 
     def wait(self, started: int) -> None:
-        """Order later work of the caller's stream after the exchange."""
+        """Make later work of the caller's stream run after the exchange with the handle `started`."""
         self._run(self._started[started][1].wait, started)
 
     def drain(self) -> None:
@@ -157,7 +164,10 @@ class Script:
         self._host(Draft(Op(Kind.CLOSED, "close")))
 
     def _run(self, steps: Sequence[object], number: int) -> None:
-        """Run steps. Enqueue consecutive device operations together, because each may run late in any case."""
+        """Run the steps of exchange `number`. Consecutive device operations are enqueued as one operation of the host.
+
+        This loses no order, because each operation on the device may run late in any case.
+        """
         queued: list[tuple[int, Draft]] = []
         for step in steps:
             on_device = self._on_device(step, number)
@@ -169,7 +179,7 @@ class Script:
         self._enqueue(queued)
 
     def _on_device(self, step: object, number: int) -> list[tuple[int, Draft]]:
-        """Return the operations that a step enqueues, with their streams, or an empty list for a step of the host."""
+        """Return pairs of a stream and an operation to enqueue on it, or an empty list for a step of the host."""
         if isinstance(step, Memops):
             return [(LANE, self._memop(op, number)) for op in step.ops]
         if isinstance(step, OnCaller):
@@ -208,7 +218,7 @@ class Script:
             self._host(Draft(Op(Kind[step.name], what)))
 
     def _log(self, step: LogStart, number: int) -> None:
-        """Log the start of a message, and its slot."""
+        """Log that a message of exchange `number` has started, with its slot, so that the peer can find the slot."""
         hop, message = self._started[number][0], self._number(step, number)
         messages = hop.sends if step.sends else hop.recvs
         self.model.book.setdefault((self.rank, step.pair, message), messages[step.message].slot)
@@ -253,9 +263,9 @@ class Model:
         self.world, self.slots, self.protocol = world, slots, protocol
         self.threads: list[list[Draft]] = [[] for _ in range(world * 3)]
         self.book: dict[tuple[int, Pair, int], int] = {}
-        """The slot of each message, by rank, pair and number."""
+        """The logs: the slot of each message on a rank, by (rank, pair, message number)."""
         self.bound: dict[Pair, list[int]] = {}
-        """The slots of the receives of each pair, in the order of binding."""
+        """For each pair, the slots of its receives in the order in which they were bound."""
         self._words: dict[Word, int] = {}
         self.scripts = [Script(self, rank) for rank in range(world)]
 
@@ -269,11 +279,11 @@ class Model:
         return thread, len(self.threads[thread]) - 1
 
     def slot(self, rank: int, slot: int) -> int:
-        """Return the index of a slot among the slots of all ranks."""
+        """Return the index that `slot` of `rank` has among the slots of all ranks."""
         return rank * self.slots + slot
 
     def word(self, word: Word) -> int:
-        """Return the index of a word."""
+        """Return the index of a word in the machine; a new word gets the next index."""
         return self._words.setdefault(word, len(self._words))
 
     def machine(self) -> Machine:
@@ -295,7 +305,7 @@ class Model:
         return op
 
     def _slot_of_message(self, rank: int, pair: Pair, number: int) -> int:
-        """Return the slot of a message on `rank`, as its peer finds it in the log."""
+        """Return the slot of a message on the receiver `rank`, as the sender finds it in the receiver's log."""
         if self.protocol.by_bind_order:
             return self.slot(rank, self.bound[pair][(number - 1) % len(self.bound[pair])])
         if self.protocol.swap_book and number <= 2:
@@ -307,7 +317,10 @@ class Model:
 
 
 def ring(protocol: Protocol, world: int, hops: int, passes: int = 1) -> Machine:
-    """Pass the block of each rank around the ring through two slots, as the executor does. A drain ends each pass."""
+    """Pass the block of each rank around the ring through two slots, as the executor does.
+
+    A drain ends each pass; the last pass ends with a close, which drains too.
+    """
     model = Model(world, 2, protocol)
     for script in model.scripts:
         after, before = (script.rank + 1) % world, (script.rank - 1) % world

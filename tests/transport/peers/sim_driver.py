@@ -1,9 +1,9 @@
 """A simulated GPU for one process: `CudaDriver` and `CudaDevice` of the peer transport, in real processes on CPU.
 
-An allocation is a memfd, an export a dup, an import a mapping. A stream is a thread with a queue, a copy a memmove, and
-a wait polls its word. So file descriptors really pass between processes, and a process can be killed or stopped.
-Guarantees: a word operation on unregistered memory, or an unmap under a queued copy, prints an error and ends the
-process with `VIOLATION`. A copy to unmapped memory ends it with SIGSEGV. `leftovers` counts unreleased resources.
+An allocation is a memfd, and exporting it duplicates its file descriptor. A stream is a thread with a queue, a copy is
+a memmove, and a wait polls its word. So file descriptors really pass between processes, and a process can be killed or
+stopped. Guarantees: a word operation on unregistered memory, or an unmap under a queued copy, prints an error and ends
+the process with `VIOLATION`. A copy to unmapped memory ends it with SIGSEGV. `leftovers` counts unreleased resources.
 Not covered: reordering by hardware.
 """
 
@@ -27,7 +27,7 @@ from ringattn.transport.peer.driver import OUT_OF_MEMORY, Attribute, CudaDriver,
 VIOLATION = 99
 GRANULARITY = 1 << 16
 HOST_OFFSET = 1 << 60
-"""The offset from a registered host pointer to its device address, so that neither is mistaken for the other."""
+"""The device address of registered host memory is its host address plus this offset, so that a mix-up is noticed."""
 POLL_S = 50e-6
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,13 +39,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def violate(text: str) -> None:
-    """Print an error and end the process, because a real GPU would fault or corrupt memory."""
+    """Print an error and end the process with `VIOLATION`, because a real GPU would fault or corrupt memory here."""
     print(f"simulated GPU: {text}", file=sys.stderr, flush=True)
     os._exit(VIOLATION)
 
 
 class _Item(NamedTuple):
-    """One operation. `ready`: whether it may run; `spans`: the (address, bytes) that it accesses."""
+    """One operation of a queue. `ready`: whether it may run; `spans`: the (address, bytes) ranges that it accesses."""
 
     ready: Callable[[], bool]
     run: Callable[[], None]
@@ -103,7 +103,7 @@ class SimStream:
 
 
 class HostStream:
-    """The caller's stream if the host computes: all its work has already run."""
+    """The caller's stream if the host computes: work runs when it is issued, so none is ever pending."""
 
     cuda_stream = 0
 
@@ -114,7 +114,7 @@ class HostStream:
 
 
 class SimEvent:
-    """A point in a stream."""
+    """A simulated CUDA event. `mark` is set when the newest record is complete."""
 
     def __init__(self) -> None:
         self.mark = threading.Event()

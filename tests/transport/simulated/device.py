@@ -1,7 +1,7 @@
 """A simulated GPU of one rank: `CudaDevice` of the NCCL transport, on ordinary CPU tensors.
 
-Guarantees: memory, streams and events behave as CUDA's for a program that obeys CUDA's rules. Code that reads or writes
-slots reports it to the race detector with `touch`.
+Guarantees: memory, streams and events behave as CUDA's for a program that obeys CUDA's rules. Test code that reads or
+writes staging buffers must report this to the race detector with `touch`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SimStream:
 
 
 class SimEvent:
-    """A point in a stream; `last` is its newest record."""
+    """A simulated CUDA event; `last` is its newest record."""
 
     def __init__(self, world: SimWorld, rank: int) -> None:
         self.last: Record | None = None
@@ -111,7 +111,7 @@ class SimDevice(CudaDevice):
         return SimEvent(self._world, self._rank)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """See `CudaDevice.empty`. The memory is gone with its last view; NCCL then reports an illegal address."""
+        """See `CudaDevice.empty`. The memory ends with its last view; the library then refuses its address."""
         with self._world.changed:
             self._world.script.check_alive(self._rank)
             return torch.from_numpy(self._world.memory.plain(self._rank, nbytes))
@@ -141,7 +141,7 @@ class SimDevice(CudaDevice):
     def kernel(
         self, reads: Sequence[Range] = (), writes: Sequence[Range] = (), label: str = "", held: bool = False
     ) -> Touch:
-        """Enqueue compute on the current stream. If `held`, it does not run before `SimWorld.finish`."""
+        """Enqueue compute that accesses these ranges. If `held`, it does not run before `SimWorld.finish`."""
         stream = self.current_stream()
         assert not held or stream is not self._compute, "compute on the host thread's stream cannot be held"
         entry = Touch(self._rank, stream.name, tuple(reads), tuple(writes), label, held)

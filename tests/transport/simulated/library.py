@@ -22,7 +22,10 @@ from tests.transport.simulated.world import SimWorld
 
 
 class Checks:
-    """The rules for the process of `rank`. `last_refusal` is the message of the last refused call.
+    """The rules of NCCL that are checked in the process of `rank`. `last_refusal`: the message of the last refused
+    call.
+
+    The "end" of a communicator is the part that belongs to one rank; `handle` is the number by which the rank names it.
 
     The caller must hold the world's lock, except for `enter`, `capability` and `config`.
     """
@@ -32,17 +35,17 @@ class Checks:
         self._world, self._rank, self._capabilities = world, rank, capabilities
 
     def enter(self, function: str) -> None:
-        """Apply scripted faults at the start of a call that may raise."""
+        """Apply the scripted faults of `function` when a call begins. Raises `NcclError` if that is the fault."""
         if (answer := self._world.script.enter(self._rank, function)) is not None:
             raise self.refusal(function, answer, "scripted")
 
     def refusal(self, function: str, status: int, text: str = "") -> NcclError:
-        """Return the error of a refused call. Its default text is the last broken rule."""
+        """Return the error of a refused call. If `text` is empty, it is the message of the last refusal."""
         self.last_refusal = text or self.last_refusal
         return NcclError(function, status, self.last_refusal)
 
     def broken(self, function: str, text: str) -> int:
-        """Record a violation, and return the status for the caller."""
+        """Record that a call of `function` breaks a rule, and return the status that the call must return."""
         self.last_refusal = f"{function}: {text}"
         self._world.violate(self._rank, self.last_refusal)
         return Status.INVALID_ARGUMENT
@@ -64,7 +67,7 @@ class Checks:
             raise self.refusal(function, Status.INVALID_USAGE)
 
     def find(self, function: str, handle: int) -> Communicator | None:
-        """Return this rank's end of a communicator, or None if `handle` is NULL, invalid, freed or of another rank."""
+        """Return this rank's end with this handle, or None if `handle` is NULL, invalid, freed or of another rank."""
         end = self._world.registry.by_handle.get(handle)
         if not handle:
             self.last_refusal = f"{function}: NULL communicator"
@@ -97,7 +100,7 @@ class Checks:
 
     @contextmanager
     def inside(self, function: str, handle: int, also: Phase = Phase.READY) -> Iterator[Communicator]:
-        """Mark this rank's end of a communicator as used by this thread until the call returns."""
+        """Mark this rank's end as used by this thread within the context. Raises `NcclError` if it is not usable."""
         end = self.usable(function, handle, also)
         if end is None:
             raise self.refusal(function, Status.INVALID_ARGUMENT)
@@ -134,7 +137,7 @@ def _overlap(a: Range, b: Range) -> bool:
 
 
 class QueuedCall(NamedTuple):
-    """A send or receive of a group that has not ended."""
+    """A send or receive in a group that `group_end` has not ended yet."""
 
     comm: Communicator
     op: Op
@@ -142,7 +145,7 @@ class QueuedCall(NamedTuple):
 
 
 class OpenGroup(threading.local):
-    """The open group of the calling thread."""
+    """The open group of the calling thread: how deeply `group_start` is nested, and the queued calls."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -155,7 +158,7 @@ class OpenGroup(threading.local):
 
 
 class SimLibrary:
-    """libnccl in the process of `rank`. The rank needs a `SimDevice` before it opens a communicator."""
+    """The copy of libnccl in the process of `rank`, which needs a `SimDevice` before it opens a communicator."""
 
     name = "simulated"
     path = "tests/transport/simulated/library.py"
@@ -175,7 +178,7 @@ class SimLibrary:
         return os.urandom(UNIQUE_ID_BYTES)
 
     def init(self, world_size: int, unique_id: bytes, rank: int, config: CommConfig) -> int:
-        """See `Binding.init`. The end is not ready before `world_size` ranks have joined with this id and size."""
+        """See `Binding.init`. It is in progress until `world_size` ranks have called it with this id and size."""
         self._checks.enter("init")
         self._checks.config(config)
         world = self._world
@@ -211,7 +214,7 @@ class SimLibrary:
         return Status.SUCCESS
 
     def finalize(self, comm: int) -> None:
-        """See `Binding.finalize`. The end is in progress until all ranks have called it and all groups have run."""
+        """See `Binding.finalize`. It is in progress until all ranks have called it and this rank's groups have run."""
         self._checks.enter("finalize")
         self._checks.capability(Capability.FINALIZE)
         with self._world.changed, self._checks.inside("finalize", comm) as end:
@@ -222,7 +225,7 @@ class SimLibrary:
                 end.polls_left = 0
 
     def destroy(self, comm: int) -> None:
-        """See `Binding.destroy`. The call blocks until all ranks have called it and all groups have run."""
+        """See `Binding.destroy`. The call blocks until all ranks have called it and this rank's groups have run."""
         self._checks.enter("destroy")
         with self._world.changed, self._checks.inside("destroy", comm, Phase.FINALIZED) as end:
             self._checks.no_graph("destroy", end)
@@ -232,7 +235,7 @@ class SimLibrary:
             end.phase = Phase.DESTROYED
 
     def abort(self, comm: int) -> None:
-        """See `Binding.abort`. Wakes the threads that wait on this end. The peers do not notice."""
+        """See `Binding.abort`. Wakes the threads that wait on this rank's communicator. The peers do not notice."""
         self._checks.enter("abort")
         with self._world.changed:
             if (end := self._checks.find("abort", comm)) is None:
@@ -251,11 +254,11 @@ class SimLibrary:
         return Status.SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """See `Binding.send`. Outside of a group, this call is a group."""
+        """See `Binding.send`. Outside of a group, this call is a group of its own."""
         return self._post("send", pointer, nbytes, peer, comm, stream)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """See `Binding.recv`. Outside of a group, this call is a group."""
+        """See `Binding.recv`. Outside of a group, this call is a group of its own."""
         return self._post("recv", pointer, nbytes, peer, comm, stream)
 
     def group_end(self) -> int:
@@ -272,7 +275,10 @@ class SimLibrary:
         return self._launch(self._group.take()) if self._group.depth == 0 else Status.SUCCESS
 
     def _post(self, kind: str, pointer: int, nbytes: int, peer: int, comm: int, stream: int) -> int:
-        """Queue an op in the open group, or launch it if no group is open. A refused op does not change the group."""
+        """Queue a send or receive in the open group, or launch it if no group is open.
+
+        A call that is refused does not change the group.
+        """
         if (answer := self._world.script.enter(self._rank, kind)) is not None:
             return answer
         with self._world.changed:
@@ -296,7 +302,7 @@ class SimLibrary:
             return Status.SUCCESS
 
     def _launch(self, calls: list[QueuedCall]) -> int:
-        """End a group: launch its ops, once per communicator."""
+        """End a group: launch its sends and receives, with one launch per communicator."""
         world, answer = self._world, Status.SUCCESS
         if calls:
             world.script.ending_group(self._rank)
@@ -387,7 +393,10 @@ class SimLibrary:
     # --- waiting inside a call ---------------------------------------------------------------------------------------
 
     def _all_ranks_ready(self, end: Communicator) -> bool:
-        """Return whether all ranks are as far as this end (opened, finalized or in destroy) and its groups have run."""
+        """Return whether the call that is in progress on this end (init, finalize or destroy) can complete.
+
+        All ranks must have made this call. For finalize and destroy, the groups of this end must also have run.
+        """
         clique = end.clique
         if end.phase is Phase.OPENING:
             return clique.full
@@ -403,7 +412,7 @@ class SimLibrary:
         return launch is None or self._world.connected(self._rank, [members[op.peer].process for op in launch.ops])
 
     def _opened(self, function: str, end: Communicator) -> int:
-        """Return the handle of a new end. If the end is blocking, wait until it is ready."""
+        """Return the handle of a new end. If its communicator is blocking, wait until it is ready."""
         self._world.changed.notify_all()
         if end.config.blocking:
             self._block(function, end)
@@ -411,7 +420,7 @@ class SimLibrary:
         return end.handle
 
     def _block(self, function: str, end: Communicator) -> None:
-        """Block until all ranks are as far as this end. Raises `NcclError` if the end fails or is aborted meanwhile."""
+        """Block until `_all_ranks_ready`. Raises `NcclError` if the communicator fails or is aborted meanwhile."""
 
         def ended() -> bool:
             return end.gone or end.error is not Status.SUCCESS

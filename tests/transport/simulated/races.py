@@ -1,13 +1,13 @@
-"""Race detection: find accesses to the same bytes that nothing orders, in the trace of all ranks.
+"""Race detection: find unordered accesses to the same bytes in the traces of all ranks.
 
-Each stream of each rank is a logical thread with a vector clock (Mattern 1988). Order comes from: the sequence of a
-stream; the record of an event and its wait; the launches of a communicator, which run one after another; and a
-rendezvous, because both ends of a message complete after both have started. The order in which a host issues work to
+Each stream of each rank is a logical thread with a vector clock (Mattern 1988). Four things order work: the sequence of
+a stream; a wait for an event, after its record; the launches of a communicator, which run one after another; and a
+rendezvous, because a send and its receive complete after both have started. The order in which a host issues work to
 two streams orders nothing.
 Guarantees: the verdict depends on the issued work, never on which work ran first. A send reads and a receive writes its
 buffer from the start of its launch to its completion, or forever if it never completed.
-Not covered: compute that was not reported with `SimDevice.touch`. The detector is stricter than CUDA in one point: a
-host that sees an event complete orders nothing.
+Not covered: compute that was not reported with `SimDevice.touch`. The detector is stricter than CUDA in one point: work
+that a host issues after it has seen an event complete is not ordered after that event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ NEVER = 1 << 62
 
 
 class Access(NamedTuple):
-    """A read or write of `memory`, from the clock `begin` to tick `end` of the logical thread `thread`."""
+    """A read or write of `memory` by `what`, on a stream of `rank`.
+
+    `thread`: the index of its logical thread. `begin`: the thread's vector clock when the access begins. `end`: the
+    thread's own component of the clock when the access ends, or `NEVER`.
+    """
 
     rank: int
     stream: str
@@ -35,7 +39,7 @@ class Access(NamedTuple):
     end: int
 
     def before(self, later: Access) -> bool:
-        """Return whether this access ends before `later` begins, on every run."""
+        """Return whether this access ends before `later` begins in every possible execution."""
         return later.begin[self.thread] >= self.end
 
     def __str__(self) -> str:
@@ -44,7 +48,7 @@ class Access(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders, at least one of them a write."""
+    """Two unordered accesses to the same bytes, at least one of them a write."""
 
     first: Access
     second: Access
@@ -54,7 +58,7 @@ class Race(NamedTuple):
 
 
 def find_races(traces: Sequence[Sequence[Entry]]) -> list[Race]:
-    """Return all races of a run. `traces` holds the entries of each rank, as `SimWorld.trace`."""
+    """Return all races of a run. `traces`: the entries that each rank issued, as in `SimWorld.trace`."""
     return unordered(_Run(traces).accesses())
 
 
@@ -72,7 +76,7 @@ def unordered(accesses: Iterable[Access]) -> list[Race]:
 
 
 class _Run:
-    """A replay of the traces in an order that respects every edge, which computes the vector clocks."""
+    """A replay of the traces that computes the vector clocks. Each entry runs after the entries that it depends on."""
 
     def __init__(self, traces: Sequence[Sequence[Entry]]) -> None:
         threads: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)

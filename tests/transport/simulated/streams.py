@@ -1,9 +1,9 @@
 """Stream entries, communicators, device memory, and the rendezvous that copies the bytes.
 
-Guarantees: nothing is buffered. The bytes of a message are copied at one instant, when the groups of both ends are at
-the heads of their streams and communicators. The k-th send from a to b matches the k-th receive on b from a. A
-communicator is full when `world_size` different ranks have joined with its unique id. A rank that has died moves no
-bytes.
+Guarantees: nothing is buffered. The bytes of a message are copied at one instant, when the group of the send and the
+group of the receive are both first in their streams and communicators. The k-th send from a to b matches the k-th
+receive on b from a. A communicator is full when `world_size` different ranks have joined with its unique id. A rank
+that has died moves no bytes.
 Source of the rules: NCCL user guide, "Point-to-point communication" and "Group calls"; enqueue.cc of NCCL 2.28.
 """
 
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(eq=False)
 class Touch(Entry):
-    """Compute that reads and writes ranges. It runs in the order of its stream, and not while it is `held`."""
+    """Compute that reads and writes memory ranges. It runs in the order of its stream, and not while it is `held`."""
 
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
@@ -76,7 +76,7 @@ class Wait(Entry):
 
 @dataclass(eq=False)
 class Op:
-    """One send or receive. `peer` is a rank of the communicator; `number` counts the ops of this kind to this peer."""
+    """One send or receive. `peer`: a rank of the communicator; `number` counts the ops of this kind with this peer."""
 
     kind: str
     peer: int
@@ -137,7 +137,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Clique:
-    """The part of a communicator that all its ranks share. `ops` is indexed by kind, rank, peer and number."""
+    """The part of a communicator that all its ranks share. The keys of `ops` are (kind, rank, peer, number)."""
 
     name: str
     world_size: int
@@ -161,11 +161,11 @@ class Clique:
 
 @dataclass(eq=False)
 class Communicator:
-    """One rank's end of a communicator.
+    """One rank's end of a communicator: the part that belongs to this rank.
 
-    `process`: its rank in the simulated world; `rank`: its rank in the communicator; `polls_left`: how many more calls
-    of `state` return IN_PROGRESS; `unlaunched`: the group that is launched after them; `user`: the thread that is
-    inside a call or has a group open.
+    `process`: the rank in the simulated world; `rank`: the rank in the communicator; `polls_left`: how many more calls
+    of `state` return IN_PROGRESS; `unlaunched`: the group that is launched when `state` returns SUCCESS; `user`: the
+    thread that is inside a call or has a group open.
     """
 
     handle: int
@@ -185,11 +185,11 @@ class Communicator:
 
     @property
     def gone(self) -> bool:
-        """Whether the handle is freed."""
+        """Whether the handle is freed, by destroy or abort."""
         return self.phase in (Phase.DESTROYED, Phase.ABORTED)
 
     def in_flight(self) -> list[Launch]:
-        """Return the groups that were ended and have not completed."""
+        """Return the groups that `group_end` has ended but that have not completed."""
         return [*self.launches, *([self.unlaunched] if self.unlaunched else [])]
 
     def number(self, launch: Launch) -> None:
@@ -213,7 +213,7 @@ class Communicator:
 
 
 class Registry:
-    """All communicators."""
+    """All communicators of the simulated world."""
 
     def __init__(self, polls: int, violate: Callable[[int, str], None]) -> None:
         self.by_handle: dict[int, Communicator] = {}
@@ -242,7 +242,8 @@ class Registry:
 class Allocation:
     """One allocation. NCCL memory lives until `free`, plain memory until its last view is dropped.
 
-    The pages stay mapped, so that a late access raises an error instead of reading other data.
+    The pages stay mapped for as long as the record of the allocation, so that no later allocation reuses the address
+    and a late access is detected.
     """
 
     def __init__(self, array: np.ndarray, kept: bool) -> None:
@@ -254,7 +255,7 @@ class Allocation:
 
     @property
     def gone(self) -> bool:
-        """Whether the memory has been freed or dropped."""
+        """Whether the memory was freed or its last view was dropped."""
         return self.freed or self._array() is None
 
     def bytes_at(self, address: int, nbytes: int) -> np.ndarray | None:
@@ -269,8 +270,8 @@ class Allocation:
 class Memory:
     """The memory of all ranks.
 
-    `any_address`: also accept addresses that no device allocated, unchecked; `capacity`: bytes of each device, for
-    NCCL memory and for the bytes in torch's cache, which `cached` holds by rank.
+    `any_address`: also accept addresses that no device allocated, unchecked. `capacity`: the bytes of each device that
+    NCCL memory and torch's cache share. `cached`: the bytes in torch's cache, by rank.
     """
 
     def __init__(self, any_address: bool, capacity: int | None = None) -> None:
@@ -297,7 +298,7 @@ class Memory:
         return sum(piece.nbytes for piece in self._allocations[rank] if piece.kept is not None and not piece.freed)
 
     def gone(self, rank: int, address: int, nbytes: int) -> bool:
-        """Return whether any of these bytes are in memory that was freed or dropped."""
+        """Return whether any of these bytes are in memory that is gone (see `Allocation.gone`)."""
         pieces = (piece for piece in self._allocations[rank] if piece.gone)
         return any(piece.address < address + nbytes and address < piece.address + piece.nbytes for piece in pieces)
 
@@ -309,13 +310,13 @@ class Memory:
         return None
 
     def free(self, rank: int, address: int) -> None:
-        """Free NCCL memory."""
+        """Free the NCCL allocation of `rank` that begins at `address`."""
         for piece in self._allocations[rank]:
             if piece.kept is not None and piece.address == address:
                 piece.freed = True
 
     def view(self, rank: int, address: int, nbytes: int) -> np.ndarray | None:
-        """Return a view of these bytes of `rank`, or None if it does not own all of them."""
+        """Return a view of these bytes of `rank`, or None if they are not within one live allocation of `rank`."""
         if nbytes == 0:
             return np.empty(0, dtype=np.uint8)
         for piece in self._allocations[rank]:
@@ -335,7 +336,7 @@ def _pages(nbytes: int) -> np.ndarray:
 
 
 class Queues:
-    """The queue of each stream: its entries that have not completed."""
+    """The queues of all streams. A queue has the entries of its stream that have not completed."""
 
     def __init__(self, memory: Memory, violate: Callable[[int, str], None], dead: set[int]) -> None:
         self._memory, self._violate, self._dead = memory, violate, dead
@@ -399,7 +400,7 @@ class Queues:
         return None
 
     def compute(self, touch: Touch) -> None:
-        """Run a compute entry. It is a violation if any of its memory is gone."""
+        """Run a compute entry, and record a violation if any of its memory is gone."""
         touch.complete = True
         for verb, ranges in (("reads", touch.reads), ("writes", touch.writes)):
             for address, nbytes in ranges:
@@ -407,7 +408,7 @@ class Queues:
                     self._violate(touch.rank, f"illegal address {address:#x}: {touch} {verb} memory that was freed")
 
     def drop(self, launches: Iterable[Launch]) -> None:
-        """Abort launches: their streams continue, and their ops find no partner."""
+        """Abort launches: their streams continue, and their pending sends and receives never match."""
         for launch in launches:
             launch.aborted = launch.complete = True
 
@@ -423,7 +424,7 @@ class Queues:
             self._drive(entry)
 
     def _drive(self, launch: Launch) -> None:
-        """Start a launch if its communicator is free, and transfer its messages whose other end has started too."""
+        """Start a launch if it is next on its communicator, and transfer its messages whose peers have started too."""
         comm = launch.comm
         if comm.launches[0] is not launch:
             return
@@ -438,13 +439,13 @@ class Queues:
             comm.launches.popleft()
 
     def _present(self, op: Op) -> bool:
-        """Return whether the launch of this op executes on its device now."""
+        """Return whether the launch of this op is running: started, not aborted, on a living rank, without an error."""
         launch = op.launch
         alive = launch.rank not in self._dead and not launch.aborted
         return alive and launch.started and launch.comm.error is Status.SUCCESS
 
     def _transfer(self, launch: Launch, op: Op, partner: Op) -> None:
-        """Copy the bytes of one message, or fail the communicators of both ends."""
+        """Copy the bytes of one message, or fail the communicators of sender and receiver if they do not match."""
         send, recv = (op, partner) if op.kind == "send" else (partner, op)
         sender, receiver = (launch, partner.launch) if op.kind == "send" else (partner.launch, launch)
         where = f"{send} (from {sender.comm.rank}) and {recv} of {launch.comm}"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Died(BaseException):
-    """Raised in a rank whose process is gone. A BaseException, so that no `except Exception` of the rank catches it."""
+    """The error in the threads of a rank whose process died. A BaseException, so no `except Exception` catches it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Die:
 
 @dataclass(frozen=True)
 class Stall:
-    """A fault: call number `call` (from 0) of `function` does not return before `SimWorld.release`."""
+    """A fault: call number `call` (from 0) of `function` on `rank` does not return before `SimWorld.release`."""
 
     rank: int
     function: str
@@ -68,7 +68,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class Answer:
-    """A fault: call number `call` of `function` does nothing, and returns or raises `status`."""
+    """A fault: call number `call` (from 0) of `function` on `rank` only returns or raises `status`."""
 
     rank: int
     function: str
@@ -94,7 +94,10 @@ class Script:
             raise Died(f"rank {rank} died")
 
     def enter(self, rank: int, function: str) -> Status | None:
-        """Count a call. Return the status that replaces it, or None. The caller must not hold the lock."""
+        """Count a call and apply its scripted fault. Return the status that the call must return instead, or None.
+
+        The caller must not hold the lock, because a fault may stall the call here.
+        """
         with self._world.changed:
             self.check_alive(rank)
             call = self._calls[rank, function]
@@ -162,7 +165,7 @@ class MortalStore:
 
 
 class Deadlock(AssertionError):
-    """A wait reached `SimWorld.limit_s`."""
+    """The error of a wait that lasted longer than `SimWorld.limit_s`."""
 
 
 class Waiter(NamedTuple):
@@ -177,8 +180,8 @@ class Waiter(NamedTuple):
 class Graph:
     """A CUDA graph: the entries that one rank issued during a capture. The graph is alive until `reset`.
 
-    A capture runs none of the entries; a replay issues them in the captured order. The caller's compute is host code
-    here: it runs once, at the capture, and a replay only repeats its entries in the trace.
+    A capture runs none of the entries; a replay issues them in the captured order. The simulated compute is host code:
+    it runs once, during the capture, and a replay only repeats its entries in the trace.
     Source: CUDA programming guide, "Stream capture"; NCCL user guide, "Using NCCL with CUDA graphs".
     """
 
@@ -199,7 +202,7 @@ class Graph:
         return self._alive and any(isinstance(entry, Launch) and entry.comm is comm for entry in self._entries)
 
     def replay(self) -> None:
-        """Issue all entries again, from the thread that computes. A wait on the compute stream blocks it."""
+        """Issue all entries again, from the calling thread. A wait on the compute stream blocks this thread."""
         world, records = self._world, {}
         for entry in self._entries:
             if isinstance(entry, Record):
@@ -224,8 +227,9 @@ class SimWorld:
 
     `polls`: how often `state` returns IN_PROGRESS after opening, finalizing and each group, before it returns SUCCESS.
     `lazy`: bytes move only when a host blocks on an event or queries it, and then only those that the event needs, so
-    that a missing wait reads old bytes. `connects`: a launch is in progress until each of its peers has launched a
-    group to this rank, now or earlier. No wait lasts longer than `limit_s`. `any_memory`, `memory_bytes`: see `Memory`.
+    that a reader without the necessary wait reads old bytes. `connects`: a launch is in progress until each of its
+    peers has launched a group to this rank, now or earlier. No wait lasts longer than `limit_s`. `any_memory`,
+    `memory_bytes`: see `any_address` and `capacity` of `Memory`.
     """
 
     def __init__(
@@ -261,7 +265,7 @@ class SimWorld:
     # --- for tests ---------------------------------------------------------------------------------------------------
 
     def calls(self, rank: int) -> list[Op]:
-        """Return the sends and receives of `rank` in launch order."""
+        """Return the sends and receives of `rank`, in the order in which they were launched."""
         return [op for entry in self.trace[rank] if isinstance(entry, Launch) for op in entry.ops]
 
     @contextmanager
@@ -292,7 +296,7 @@ class SimWorld:
         self.script.release(rank)
 
     def report(self) -> str:
-        """Describe what every rank waits for, one line per rank."""
+        """Return a text that says what every rank waits for, one line per rank."""
         with self.changed:
             lines: list[str] = []
             for rank in range(self.world_size):
@@ -328,11 +332,11 @@ class SimWorld:
         return rank in self._capturing
 
     def in_graph(self, comm: Communicator) -> bool:
-        """Return whether a live graph launches on `comm`."""
+        """Return whether a graph that was not reset launches on `comm`."""
         return any(graph.uses(comm) for graph in self._graphs)
 
     def issue(self, entry: Entry) -> None:
-        """Put an entry on its stream. On the compute stream it runs before this returns; a wait blocks."""
+        """Put an entry on its stream. An entry of the compute stream runs before this returns, and a wait blocks."""
         with self.changed:
             self.script.check_alive(entry.rank)
             for comm in self.registry.of(entry.rank):
@@ -368,7 +372,7 @@ class SimWorld:
             self.changed.notify_all()
 
     def drop(self, comm: Communicator) -> None:
-        """Remove the groups of an end from their streams, which continue. Its peers do not notice."""
+        """Remove the groups of `comm` from their streams, which continue. The peers do not notice."""
         self._queues.drop(comm.in_flight())
         comm.launches.clear()
         comm.unlaunched = None
@@ -378,7 +382,10 @@ class SimWorld:
     def block(
         self, rank: int, what: str, ready: Callable[[], bool], needs: Callable[[], Iterable[Entry]] = tuple
     ) -> None:
-        """Block the calling thread until `ready()`. Raises `Deadlock` after `limit_s`, and `Died` if the rank dies."""
+        """Block the calling thread until `ready()`, for the reason `what`.
+
+        Raises `Deadlock` after `limit_s`, and `Died` if the rank dies. `needs()`: the entries that `ready` depends on.
+        """
         waiter, until = Waiter(rank, what, ready, needs), time.monotonic() + self.limit_s
         with self.changed:
             self._waiters.append(waiter)
@@ -395,7 +402,7 @@ class SimWorld:
                 self._waiters.remove(waiter)
 
     def _put(self, entry: Entry) -> None:
-        """Put an entry on its stream, and wake the blocked threads, which may wait for it."""
+        """Put an entry on its stream, and wake the blocked threads, because one may wait for this entry."""
         self._queues.put(entry)
         self.settle()
         self.changed.notify_all()
