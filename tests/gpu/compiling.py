@@ -1,7 +1,7 @@
 """A pytest plugin that compiles the kernels of the GPU tests for sm_90 without a GPU (`make gpu-compile`).
 
-Tensors that a test puts on a GPU stay on the CPU. Triton's driver is a stub, which compiles for sm_90 and launches
-nothing. All results are garbage, so failed comparisons are ignored. Every other error, such as an error of the
+Tensors that a test puts on a GPU stay on the CPU. Triton's driver is a stub: kernels are compiled for sm_90, and none
+is launched. So all results are garbage, and failed comparisons are ignored. Every other error, such as an error of the
 compiler, fails its test.
 """
 
@@ -33,7 +33,11 @@ class CudaOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Report the first GPU as the tensor's device, or call `function` with each cuda device replaced by the CPU."""
+        """Handle a call of a torch function in this mode.
+
+        If `function` asks for a tensor's device, return the first GPU. Otherwise call it, with the CPU instead of each
+        cuda device in its arguments.
+        """
         if function is Tensor.device.__get__:
             return torch.device("cuda", 0)
         if function is Tensor.is_cuda.__get__:
@@ -73,19 +77,19 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Remove the marks that skip tests if there is no GPU."""
+    """Remove the marks that would skip tests because there is no GPU."""
     for item in items:
         item.own_markers = [mark for mark in item.own_markers if "CUDA device" not in str(mark.kwargs.get("reason"))]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Ignore failed comparisons."""
+    """Run a test and ignore its failed assertions."""
     with suppress(AssertionError):
         yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the number of compiled kernels in Triton's cache."""
+    """Print how many compiled kernels are in Triton's cache."""
     cubins = list(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))
     terminalreporter.write_line(f"{len(cubins)} kernels compiled for sm_{ARCHITECTURE}")

@@ -1,4 +1,4 @@
-"""The record of the figures of the GPU checks, and of the machine that measured them."""
+"""Record the figures that the GPU checks measure, and the machine that measured them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = ROOT / "bench" / "results" / "gpu"
 
 @cache
 def facts() -> dict[str, str]:
-    """Return device, driver, versions and commit. Without git the commit comes from `GPU_CHECK_COMMIT`."""
+    """Return device, driver, versions, commit and date. `GPU_CHECK_COMMIT`, if set, is used instead of git's commit."""
     from ringattn.transport.nccl.binding import version_text
     from ringattn.transport.nccl.library import load_library
 
@@ -42,7 +42,7 @@ def facts() -> dict[str, str]:
 def keep(file: str, name: str, figures: Any) -> None:
     """Write `figures` under `name` to `bench/results/gpu/<file>.json`.
 
-    Figures that the file has from another machine, version, commit or day are dropped. If GPU_CHECK_COPY names a
+    If the file has figures of another machine, version, commit or day, they are dropped. If GPU_CHECK_COPY names a
     folder, a copy of the file is written there.
     """
     now = facts()

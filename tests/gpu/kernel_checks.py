@@ -1,4 +1,7 @@
-"""Checks of the kernels' guarantees on any device: test_kernels.py runs them on a GPU, others in the interpreter."""
+"""Checks of the kernels' guarantees on any device.
+
+test_kernels.py runs them on a GPU, and tests/kernels/interpreter/engine_cases.py in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def inputs(dtype: torch.dtype, device: str, rows: int, dim: int) -> tuple[Tensor
 
 
 def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
-    """Return the tiles of each ring step of the last of `steps` ranks. Its own keys are in the first step.
+    """Return the tiles of the last of `steps` ranks for each step of a causal ring. Its first step has its own keys.
 
     `rows`: the number of rows of all ranks together.
     """
@@ -37,7 +40,7 @@ def ring_tiles(rows: int, steps: int) -> list[tuple[Tile, ...]]:
 
 
 def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int, dim: int, steps: int) -> list[float]:
-    """Return the relative error of a pass of `steps` steps and that of the same pass in one step, against float64."""
+    """Return the relative errors (against float64) of a forward pass in `steps` steps and of the same pass in one."""
     q, k, v = inputs(dtype, device, rows, dim)
     n = rows // steps
     q, tiles = q[-n:], ring_tiles(rows, steps)
@@ -48,7 +51,7 @@ def ring_errors(engine: TritonEngine, dtype: torch.dtype, device: str, rows: int
 
 
 def whole_pass(engine: Engine, works: Sequence[Any], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Run forward and backward in a single step, with q as the gradient of the output; return the output and dQ."""
+    """Run forward and backward in a single step, with q as the gradient of out. Return out and dQ."""
     state = engine.begin(works, q, v.shape[3], None)
     engine.attend(q, KV(k, v), state, works[0])
     out = state.out.finalized(q.dtype)

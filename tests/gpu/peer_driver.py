@@ -28,7 +28,7 @@ BIG = 64 << 20
 
 
 def device(kind: str, **switches: Any) -> Any:
-    """Return the real or simulated GPU, with its driver as the attribute `driver`."""
+    """Return the real GPU, or a simulated one with `switches`. Its attribute `driver` is its driver."""
     if kind == "simulated":
         return SimGpu(**switches)
     torch.zeros(1, device="cuda")
@@ -45,7 +45,7 @@ def open_ring(
 
 
 def numbers(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Resolve the driver's symbols and return the attributes of the device."""
+    """Resolve the driver's symbols. Return the device's attributes and what else the driver reports about it."""
     driver = device(kind).driver
     attributes: dict[str, Any] = {which.name: driver.attribute(which) for which in Attribute}
     return {
@@ -57,13 +57,13 @@ def numbers(rank: int, world_size: int, kind: str) -> dict[str, Any]:
 
 
 def ordering(rank: int, world_size: int, kind: str, rounds: int) -> int:
-    """Open a ring with `rounds` rounds of its self-test, which raises if a flag is visible before its bytes."""
+    """Open a ring whose self-test has `rounds` rounds. The test raises if a flag is visible before its bytes."""
     open_ring(rank, world_size, kind, device(kind), rounds=rounds).close()
     return rounds
 
 
 def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
-    """Return the microseconds of a round trip of 8 bytes, including the time of the host code."""
+    """Return the microseconds of a round trip of 8 bytes (mean of `count` trips), including the host code."""
     gpu = device(kind)
     ring = open_ring(rank, world_size, kind, gpu)
     word = ring.allocate(8)
@@ -83,9 +83,10 @@ def ping_pong(rank: int, world_size: int, kind: str, count: int) -> float:
 
 
 def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str, Any]:
-    """Let rank 0's device wait for a message that is never sent, and abort, so that stores of the host end the wait.
+    """Let rank 0's device wait for a message that is never sent. Then abort: stores of the host must end the wait.
 
-    Return how the abort went, and a sum that shows that the device still works.
+    Return whether the device was blocked, how long the abort took and whether it drained the queue, and a sum that
+    shows that the device still works.
     """
     gpu = device(kind, **({"one_queue": one_queue} if kind == "simulated" else {}))
     ring = open_ring(rank, world_size, kind, gpu)
@@ -106,7 +107,7 @@ def released(rank: int, world_size: int, kind: str, one_queue: bool) -> dict[str
 
 
 def alive(like: torch.Tensor) -> float:
-    """Check that the device still computes, with no sticky error in its context; return a sum of 1000 ones."""
+    """Compute the sum of 1000 ones on the device of `like`, and return it. Raises if its context has a sticky error."""
     answer = float(torch.ones(1000, device=like.device).sum())
     if like.device.type == "cuda":
         torch.cuda.synchronize()
@@ -116,7 +117,8 @@ def alive(like: torch.Tensor) -> float:
 def killed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     """Kill rank 1 while copies run.
 
-    Return what rank 0 raises, a sum that shows that its device works, and the bytes that were not freed.
+    Return what rank 0 raises and after how long, a sum that shows that its device works, and the bytes that were not
+    freed.
     """
     gpu = device(kind)
     before = free_bytes(kind)
@@ -148,7 +150,10 @@ def free_bytes(kind: str) -> int:
 
 
 def lost_bytes(kind: str, gpu: Any, before: int) -> int:
-    """Return the bytes that were not freed; on a GPU, minus what another process's context may take."""
+    """Return the bytes that were not freed, given the free bytes `before`. On a simulated GPU, count its resources.
+
+    On a real GPU, `BIG` bytes are subtracted, because the context of another process may take that much.
+    """
     if kind == "simulated":
         return sum(gpu.driver.leftovers().values())
     torch.cuda.empty_cache()
@@ -156,9 +161,9 @@ def lost_bytes(kind: str, gpu: Any, before: int) -> int:
 
 
 def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]]:
-    """Enqueue a read of `slot` on the caller's stream after two seconds of waiting.
+    """Enqueue a kernel on the caller's stream that sleeps for two seconds and then reads `slot`.
 
-    Return a function that returns the values that were read.
+    Return a function that returns the distinct values that were read.
     """
     if kind == "cuda":
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -176,9 +181,9 @@ def slow_read(kind: str, gpu: Any, slot: torch.Tensor) -> Callable[[], list[int]
 
 
 def spoiled(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Let rank 0 fail while rank 1's kernels read a slot into which rank 0's queued copy writes.
+    """Let rank 0 fail while rank 1's kernel reads a buffer into which a queued copy of rank 0 writes.
 
-    Return what the rank reports and the values that its kernels read.
+    Return what this rank reports, and the values that its kernel read.
     """
     gpu = device(kind)
     ring = open_ring(rank, world_size, kind, gpu)

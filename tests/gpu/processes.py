@@ -1,6 +1,6 @@
-"""The processes of the GPU checks, started by torchrun: `python -m tests.gpu.processes JOB.json`.
+"""The program of the ranks in the GPU checks. torchrun starts it as `python -m tests.gpu.processes JOB.json`.
 
-Several ranks may share a GPU. Each then acts as a separate host, and bytes use sockets of the loopback interface. The
+Several ranks may share a GPU. Each then acts as a separate host, and NCCL uses sockets of the loopback interface. The
 same functions run over gloo on the CPU, as a rehearsal.
 """
 
@@ -39,7 +39,7 @@ ALONE_ON_A_HOST = {
 }
 TOKENS = 101
 OPENING_S = 60.0
-"""The deadline of rings, except in tests of faults. With 24 processes that started at once, 20 s were too few."""
+"""The deadline of rings, except in tests of faults. When 24 processes started at once, 20 s were not enough."""
 STALL_CYCLES = 1 << 36  # a kernel that sleeps for this number of cycles takes over half a minute
 SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)  # for both of NCCL's protocols; the largest exceeds its buffers
 TRIES = 6
@@ -47,7 +47,7 @@ LOG_LINE = re.compile(r"(Send|Recv): opCount \S+ sendbuff \S+ recvbuff \S+ count
 
 
 def prepare(spec: dict[str, Any]) -> None:
-    """Set the environment before anything uses CUDA or NCCL. `nodes` in the spec: the node that each rank reports."""
+    """Set the environment before anything uses CUDA or NCCL. `spec["nodes"]`: the node that each rank must report."""
     rank = os.environ["RANK"]
     os.environ["RINGATTN_FLIGHT_DIR"] = spec["flights"]
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
@@ -66,7 +66,7 @@ def open_ring(spec: dict[str, Any], timeout_s: float = OPENING_S, **options: Any
 
 
 def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
-    """Return a sequence, this rank's q, k and v, and the expected output."""
+    """Return a sequence, this rank's [q, k, v], and the expected output of causal attention."""
     generator = torch.Generator().manual_seed(seed)
     full = [torch.randn(1, TOKENS, 4, 32, generator=generator, dtype=torch.float64).to(ring.device) for _ in range(3)]
     seq = ring.sequence(TOKENS, layout="zigzag")
@@ -75,14 +75,17 @@ def tensors(ring: Ring, seed: int = 0) -> tuple[Any, list[torch.Tensor], torch.T
 
 
 def exact(spec: dict[str, Any]) -> Any:
-    """Compare every mask, layout and schedule, or every pair of them, with float64, forward and backward."""
+    """Compare attention with float64 for all combinations of mask, layout and schedule, or a set that has all pairs.
+
+    Forward and backward passes are compared. Return the numbers of cases and failures.
+    """
     from ringattn.launch.measure.check import worker
 
     return worker(spec["check"])
 
 
 def sizes(spec: dict[str, Any]) -> Any:
-    """Exchange a message of each size with both neighbours; return for each size whether the message arrived whole."""
+    """Send a message of each size to the next rank. Return for each size whether the previous rank's arrived whole."""
     from ringattn.transport.base import Message
 
     with open_ring(spec) as ring:
@@ -98,7 +101,10 @@ def sizes(spec: dict[str, Any]) -> Any:
 
 
 def in_order(ring: Ring) -> list[list[Any]]:
-    """Run two rounds of calls; return the sends and receives of the plans of a round: [verb, peer, bytes] in order."""
+    """Run two rounds of calls. Return the sends and receives that the plans of one round contain, in order.
+
+    Each is a list of "Send" or "Recv", the peer, and the bytes.
+    """
     seq, (q, k, v), _ = tensors(ring)
     q.requires_grad_()
     for _ in range(2):
@@ -116,7 +122,7 @@ def in_order(ring: Ring) -> list[list[Any]]:
 
 
 def order(spec: dict[str, Any]) -> Any:
-    """Return the sends and receives of the plans, and the calls in NCCL's log."""
+    """Return the sends and receives that the plans contain, and those in NCCL's log."""
     with open_ring(spec) as ring:
         planned = in_order(ring)
     files = list(Path(spec["log"]).parent.glob(f"{Path(spec['log']).name}-{os.environ['RANK']}*"))
@@ -126,7 +132,7 @@ def order(spec: dict[str, Any]) -> Any:
 
 
 def graph(spec: dict[str, Any]) -> Any:
-    """Capture a forward pass and replay it with other inputs; return the largest error of each replay."""
+    """Capture a forward pass and replay it with other inputs. Return the largest error and the time of each replay."""
     from ringattn.transport.nccl.options import NcclOptions
 
     with open_ring(spec, nccl=NcclOptions(blocking=spec["blocking"])) as ring, torch.no_grad():
@@ -156,7 +162,10 @@ def graph(spec: dict[str, Any]) -> Any:
 
 
 def refused_capture(spec: dict[str, Any]) -> Any:
-    """Return the message with which a transport without graphs refuses a capture, and the error of a pass after it."""
+    """Try to capture an exchange of a transport that supports no graphs.
+
+    Return the message of the refusal, and the numerical error of a pass that runs after it.
+    """
     with open_ring(spec) as ring, torch.no_grad():
         seq, inputs, reference = tensors(ring)
         ring.attention(*inputs, seq, causal=True)
@@ -174,7 +183,7 @@ def refused_capture(spec: dict[str, Any]) -> Any:
 
 
 def beside(spec: dict[str, Any]) -> Any:
-    """Return the result of `ringattn.bench.many_ranks.overlap` with engine="aten"."""
+    """Measure a hop next to an attention step. Return the result of `ringattn.bench.many_ranks.overlap`."""
     from ringattn.bench.many_ranks import overlap
 
     half = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -183,7 +192,10 @@ def beside(spec: dict[str, Any]) -> Any:
 
 
 def fault(spec: dict[str, Any]) -> Any:
-    """Lose the rank `culprit` while all ranks run passes; return the error that this rank raises, and when."""
+    """Lose the rank `culprit` by the fault `kind` ("kill", "stop" or "stall") while all ranks run passes.
+
+    Return the error that this rank raises, and when.
+    """
     kind, culprit, note = spec["kind"], spec["culprit"], Path(spec["note"])
     with open_ring(spec) as meeting:  # with the long deadline, because processes that load libraries are late
         meeting.barrier()
@@ -211,9 +223,10 @@ def fault(spec: dict[str, Any]) -> Any:
 
 
 def abort(spec: dict[str, Any]) -> Any:
-    """Let rank 0 wait on the device for a message that is never sent, and then abort.
+    """Let rank 0's device wait for a message that is never sent, and then abort.
 
-    On rank 0, return how long the abort takes; on the others, the error that they raise.
+    On rank 0, return how long the abort takes and when the device is free. On the others, return the error that they
+    raise.
     """
     from ringattn.transport.base import Message
 
@@ -245,7 +258,10 @@ def write(path: Path, content: Any) -> None:
 
 
 def main(job: Path) -> None:
-    """Run a rank. It ignores SIGTERM, because torchrun sends SIGTERM to the survivors as soon as a rank dies."""
+    """Run a rank, and write its answer next to `job`.
+
+    It ignores SIGTERM, because torchrun sends SIGTERM to the surviving ranks as soon as one dies.
+    """
     spec = json.loads(job.read_text(encoding="utf-8"))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()

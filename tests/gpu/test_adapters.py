@@ -1,7 +1,7 @@
-"""One GPU, one rank: adapters with autograd's separate thread, and attention inside compiled code.
+"""On one GPU with one rank, adapters find the sequence in autograd's separate thread and inside compiled code.
 
-`make gpu-check` runs it. Attention within documents gives other gradients than attention over all local tokens, even on
-one rank. So the gradients show whether the adapter found the sequence.
+`make gpu-check` runs the tests. Attention within documents gives other gradients than attention over all local tokens,
+even on one rank. So the gradients show whether the adapter found the sequence.
 """
 
 from __future__ import annotations

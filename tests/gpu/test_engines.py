@@ -1,4 +1,4 @@
-"""One GPU, one rank: the fused CUDA kernels and the executor against dense float64 attention. `make gpu-check` runs it.
+"""On one GPU with one rank, every engine agrees with dense float64 attention. `make gpu-check` runs the tests.
 
 The measured errors are recorded in bench/results/gpu/exactness.json, with the error of a single call of torch's
 attention. Engines are named as in `Ring`, or by the form of the Triton engine's kernels.
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 
 
 def engine_named(name: str) -> Any:
-    """Return `name` if it is the name of an engine for `Ring`, else a Triton engine whose kernels have this form."""
+    """Return the engine to pass to `Ring`: `name` itself, or a Triton engine if `name` is a form of its kernels."""
     if name not in ("pointers", "gluon", "fused"):
         return name
     if torch.cuda.get_device_capability() < (9, 0) and name == "gluon":
@@ -47,19 +47,19 @@ def engine_named(name: str) -> Any:
 
 
 def inputs(dtype: torch.dtype, dim: int = 64) -> tuple[Tensor, ...]:
-    """Return q, k, v and dout on the GPU."""
+    """Return random q, k, v and dout on the GPU."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, TOKENS, heads, dim) for heads in (8, 2, 2, 8)]
     return tuple(torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes)
 
 
 def errors(got: list[Tensor], reference: list[Tensor]) -> list[float]:
-    """Return the relative Frobenius errors."""
+    """Return the relative error of each tensor in the Frobenius norm."""
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, reference, strict=True)]
 
 
 def ours(engine: str, dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> list[Tensor]:
-    """Return out, dQ, dK, dV of a ring of one rank."""
+    """Return [out, dQ, dK, dV], computed by a ring of one rank."""
     *leaves, dout = inputs(dtype, dim)
     q, k, v = (x.requires_grad_() for x in leaves)
     options = {name: value for name, value in mask.items() if name != "cu_seqlens"}
@@ -80,7 +80,7 @@ def reference_of(dtype: torch.dtype, mask: dict[str, Any], dim: int = 64) -> lis
 
 
 def one_call(dtype: torch.dtype, causal: bool, dim: int = 64) -> list[Tensor]:
-    """Return out, dQ, dK, dV of torch's attention."""
+    """Return [out, dQ, dK, dV], computed by a single call of torch's attention."""
     *leaves, dout = inputs(dtype, dim)
     q, k, v = (x.requires_grad_() for x in leaves)
     rows = (x.transpose(1, 2) for x in (q, k, v))
@@ -113,7 +113,7 @@ def test_half_precision_is_as_good_as_one_call(engine: str, dtype: torch.dtype, 
 
 
 def in_every_layout(x: Tensor) -> list[Tensor]:
-    """Return copies of `x` (batch, tokens, heads, dim) in memory of different strides."""
+    """Return tensors equal to `x` (batch, tokens, heads, dim) with different strides."""
     wider = torch.cat([x, x], -2)[:, :, : x.shape[2]]
     heads_outermost = x.transpose(1, 2).contiguous().transpose(1, 2)
     tokens_outermost = x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -122,7 +122,11 @@ def in_every_layout(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("engine", ["aten", "triton", "pointers", "fused"])
 def test_results_do_not_depend_on_the_layout_of_earlier_calls(engine: str) -> None:
-    """Torch reuses cuDNN's graph of an earlier call with the same q, k and v, even if dout has another layout."""
+    """Results are right for inputs and gradients in every memory layout, whichever layouts earlier calls had.
+
+    This could fail because torch reuses cuDNN's graph of an earlier call with equal q, k and v, even if dout has
+    another layout.
+    """
     *leaves, dout = inputs(torch.bfloat16)
     reference, bound = reference_of(torch.bfloat16, MASKS["causal"]), torch.finfo(torch.bfloat16).eps
     layouts = list(zip(*map(in_every_layout, leaves), strict=True))
@@ -140,7 +144,10 @@ def test_results_do_not_depend_on_the_layout_of_earlier_calls(engine: str) -> No
 @pytest.mark.parametrize("mask", ["window", "causal window", "documents", "dilated", "causal dilated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_many_tiles_in_half_precision(dtype: torch.dtype, mask: str) -> None:
-    """`aten` rounds its partial results, because these masks have many tiles; the other engines must not be worse."""
+    """For masks with many tiles, `plain` and `triton` are at most 1.25 times as inexact as `aten`.
+
+    `aten` rounds the result of each tile.
+    """
     reference = reference_of(dtype, MASKS[mask])
     actual = {engine: errors(ours(engine, dtype, MASKS[mask]), reference) for engine in ("plain", "triton", "aten")}
     for engine, of_engine in actual.items():

@@ -1,4 +1,4 @@
-"""The Gluon kernels on a Hopper GPU against the Triton kernels with plain loads, launch by launch.
+"""The Gluon kernels on a Hopper GPU agree with the Triton kernels with plain loads, launch by launch.
 
 Without a GPU, `tests/kernels/test_attention_gluon.py` runs their source in a simulation.
 """
@@ -23,7 +23,10 @@ Steps = Sequence[Sequence[Tile]]
 
 
 class Case(NamedTuple):
-    """A pass over query rows of `heads` heads; K/V buffers have `k_rows` rows."""
+    """A pass with `rows` query rows and `heads` query heads. The K/V buffer of each step has `k_rows` rows.
+
+    `steps`: the tiles of each step; `group`: the query heads per K/V head.
+    """
 
     steps: Steps
     rows: int = ROWS
@@ -66,7 +69,10 @@ class State(NamedTuple):
 
 
 def run_forward(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], **how: Any) -> State:
-    """Run all launches of a pass. If the blocks have flags, the state is NaN before the first launch."""
+    """Run all launches of a forward pass, and return its out and lse. `how`: more keywords of `kernel`.
+
+    If the blocks can have flags (FIRST, LAST), the state is NaN before the first launch.
+    """
     from ringattn.kernels.launch import Kept, Table
 
     q, keys, values = inputs
@@ -86,7 +92,7 @@ def run_forward(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], 
 
 
 def inputs_of(case: Case, dtype: torch.dtype, dim: int) -> list[Tensor]:
-    """Return q, and K and V of all steps; keys that no tile reads are NaN."""
+    """Return q, and K and V of all steps. K/V rows that no tile reads are NaN."""
     make = torch.Generator().manual_seed(dim)
     kv_shape = len(case.steps), case.k_rows, 2, case.heads // case.group, dim
     q, k, v = (
@@ -115,7 +121,7 @@ def _hopper() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
-    """The outputs differ by rounding only.
+    """The outputs of both kernels differ by rounding only.
 
     Both kernels round each probability by at most half a unit in the last place, sum in float32, and round the result.
     """
@@ -138,7 +144,10 @@ def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim
 
 @pytest.mark.parametrize("name", ["causal", "ring", "strided"])
 def test_the_forward_has_the_same_bits_each_time(name: str) -> None:
-    """If a kernel read a buffer before it was filled, its results would vary from run to run."""
+    """The results have the same bits in each run and for each number of programs.
+
+    They would vary if a kernel read a buffer before it was filled.
+    """
     from ringattn.kernels.attention_gluon import CONFIG, forward_gluon
 
     inputs = inputs_of(CASES[name], torch.bfloat16, 128)
@@ -152,11 +161,11 @@ def test_the_forward_has_the_same_bits_each_time(name: str) -> None:
 
 
 Launches = tuple[Callable[..., Any], Any, Callable[..., Any], Any]
-"""The function that makes the launch of dQ, with its blocks, and the same for dK and dV."""
+"""The function that makes the launch of dQ, its block sizes, and both for dK and dV."""
 
 
 def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """Return lse and delta of the pass, computed by the Triton kernel in float32."""
+    """Return lse and delta of the pass. The Triton kernel computes out and lse in float32."""
     from ringattn.kernels.attention_forward import forward
     from ringattn.kernels.configs import configs_for
     from ringattn.kernels.launch import Table
@@ -174,7 +183,10 @@ def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -
 def run_backward(
     case: Case, launches: Launches, inputs: Sequence[Tensor], per_row: Sequence[Tensor], **how: Any
 ) -> list[Tensor]:
-    """Return dQ, dK and dV of all steps, in float32."""
+    """Run all launches of a backward pass. Return [dQ, dK, dV], with dK and dV of all steps, in float32.
+
+    `per_row`: lse and delta.
+    """
     from ringattn.kernels.launch import Table
 
     q, keys, values, dout = inputs
@@ -208,7 +220,7 @@ def gluon_launches(dim: int) -> Launches:
 
 
 def errors(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> list[float]:
-    """Return the relative error of each gradient."""
+    """Return the relative error of each gradient in the Frobenius norm."""
     return [
         float((gradient - reference).norm() / reference.norm())
         for gradient, reference in zip(gradients, references, strict=True)
@@ -222,7 +234,7 @@ def errors(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> list[fl
 def test_the_backward_is_as_exact_as_the_triton_kernels(
     name: str, dtype: torch.dtype, dim: int, programs: int | None
 ) -> None:
-    """The error against the float32 kernels is at most 1.25 times that of the Triton kernels."""
+    """Compared with float32 kernels, the Gluon kernels' error is at most 1.25 times that of the Triton kernels."""
     case = CASES[name]
     q, keys, values = inputs_of(case, dtype, dim)
     inputs = q, keys, values, torch.randn_like(q)
@@ -238,7 +250,10 @@ def test_the_backward_is_as_exact_as_the_triton_kernels(
 
 @pytest.mark.parametrize("name", ["causal", "ring", "strided"])
 def test_gradients_have_the_same_bits_each_time(name: str) -> None:
-    """If a kernel read a buffer before it was filled, its results would vary from run to run."""
+    """The gradients have the same bits in each run and for each number of programs.
+
+    They would vary if a kernel read a buffer before it was filled.
+    """
     case = CASES[name]
     q, keys, values = inputs_of(case, torch.bfloat16, 128)
     inputs = q, keys, values, torch.randn_like(q)

@@ -1,6 +1,7 @@
-"""The compiled attention kernels: the engine contract, carried steps, forms, graphs. `make gpu-check` runs it.
+"""The compiled attention kernels: engine contract, passes of several steps, kernel forms and graphs.
 
-Errors are recorded in bench/results/gpu/kernels_exact.json. The tests check the guarantees of each form, not its speed.
+`make gpu-check` runs the tests. Errors are recorded in bench/results/gpu/kernels_exact.json. The tests check the
+guarantees of each form of the kernels (such as plain pointers or descriptors), not its speed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def engine(form: str | None = None, **options: Any) -> Any:
 
 
 class TestScenarios(EngineContract):
-    """The engine contract on CUDA tensors. float64 is refused; only the interpreter's tests run random tiles."""
+    """The engine contract on CUDA tensors, without float64 and random tiles, which the interpreter's tests cover."""
 
     device, places = "cuda", True
 
@@ -69,7 +70,7 @@ def test_more_steps_lose_no_accuracy(dtype: str, form: str, steps: int) -> None:
 @pytest.mark.parametrize("form", [*FORMS, "fused"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> None:
-    """In half precision, the error of each gradient is at most 1.25 times that of the engine with plain loads."""
+    """In half precision, the error of each result is at most 1.25 times that of the engine with plain loads."""
     from tests.contract.engine_trial import Trial
 
     scenario = SCENARIOS[name]._replace(d_k=64, d_v=64)
@@ -87,7 +88,7 @@ def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> N
 
 @pytest.mark.parametrize("form", [*FORMS, "gluon"])
 def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
-    """Two graphs of forward and backward give the right results at once.
+    """Two graphs of forward and backward that were captured on one stream may be replayed at the same time.
 
     The tensor descriptors of a launch belong to its graph and are freed with the graph.
     """
@@ -122,7 +123,10 @@ def test_graphs_captured_on_one_stream_replay_at_once(form: str) -> None:
 
 
 def test_the_workspace_is_what_a_launch_allocates() -> None:
-    """The bytes agree with torch's count, both before and after the first call, which makes tables and launches."""
+    """`workspace_bytes` returns what torch counts for a launch, both before and after the first call.
+
+    The first call is not counted, because it also makes tables and handles.
+    """
     from ringattn.engine.base import KV, Sizes, Softmax
     from tests.gpu.kernel_checks import HEADS, SCALE, inputs, ring_tiles
 
@@ -153,7 +157,7 @@ def test_a_margin_of_multiprocessors_changes_no_bit() -> None:
 
 
 def test_no_forward_kernel_of_half_precision_spills() -> None:
-    """The driver reports no spills for the loaded kernels, as the compile gate claims for this architecture."""
+    """The driver reports no spills for the loaded kernels, as the compile gate expects for this architecture."""
     from ringattn.engine.triton import kept
     from tests.gpu.kernel_checks import ring_errors
 
@@ -168,7 +172,7 @@ def test_no_forward_kernel_of_half_precision_spills() -> None:
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed here")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_under_compute_sanitizer(tool: str) -> None:
-    """The kernels of each form access only their own memory and have no hazard in shared memory, in one scenario."""
+    """In one scenario, compute-sanitizer finds no bad access and no hazard in shared memory for any form."""
     this = "tests/gpu/test_kernels.py::test_forms_are_as_good_as_plain_loads"
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q", this]
     options = ["-m", "gpu", "-k", "whole-pass and bf16", "-p", "no:cacheprovider"]

@@ -1,4 +1,4 @@
-"""One GPU, one rank: the memory of a ring is always freed after its last use, and never earlier.
+"""On one GPU with one rank, the memory of a ring is always freed after its last use, and never earlier.
 
 `tests/gpu/test_rehearsal.py` runs the same functions over the simulated library on the CPU.
 """
@@ -42,9 +42,9 @@ class Machine(Protocol):
         ...
 
     def read_late(self, ring: NcclTransport, slots: torch.Tensor, late_s: float) -> Callable[[], bool]:
-        """Start a pass on a separate stream that reads `slots` after `late_s`.
+        """Start a pass on a separate stream that reads `slots` after `late_s` seconds.
 
-        The returned function reports whether the pass has read `slots` with the right content.
+        Return a function that returns whether the pass has read the right content.
         """
         ...
 
@@ -104,7 +104,7 @@ class Gpu:
 
 
 def close_waits_for_compute(machine: Machine) -> None:
-    """Close the ring while a pass still reads; the close waits for the pass."""
+    """Check that closing a ring waits for a pass that still reads."""
     ring = machine.open(30.0)
     slots = ring.allocate(machine.unit)
     done = machine.read_late(ring, slots, 0.5)
@@ -115,7 +115,7 @@ def close_waits_for_compute(machine: Machine) -> None:
 
 
 def a_stuck_gpu_keeps_its_memory(machine: Machine) -> None:
-    """Close the ring while a pass reads for longer than the deadline. The close gives up; the pass reads correctly."""
+    """Check that closing a ring gives up if a pass reads for longer than the deadline, and that the pass reads well."""
     ring = machine.open(0.3)
     slots = ring.allocate(machine.unit)
     done = machine.read_late(ring, slots, 1.5)
@@ -130,7 +130,7 @@ def a_stuck_gpu_keeps_its_memory(machine: Machine) -> None:
 
 
 def growth_waits_for_the_pass(machine: Machine) -> None:
-    """Allocate a larger arena while a pass still reads the smaller one, which is freed after the pass."""
+    """Check that allocating a larger arena waits for a pass that reads the smaller one, which is freed then."""
     ring = machine.open(30.0)
     slots = ring.allocate(machine.unit)
     before = machine.free_bytes()
@@ -146,7 +146,7 @@ def growth_waits_for_the_pass(machine: Machine) -> None:
 
 
 def a_full_gpu(machine: Machine) -> None:
-    """Allocate from the memory that torch has cached, and report a shortage if there is not enough."""
+    """Check that a ring can allocate memory that torch has cached, and that it reports a shortage and still works."""
     ring = machine.open(30.0)
     machine.cache(leaving=machine.unit)
     slots = ring.allocate(4 * machine.unit)
@@ -160,7 +160,10 @@ def a_full_gpu(machine: Machine) -> None:
 
 
 def openings_leave_nothing(machine: Machine, fails: bool, openings: int = OPENINGS) -> list[int]:
-    """Open many rings in turn and close or abort each; return the free bytes after each."""
+    """Open many rings in turn, and close (or abort, if `fails`) each. Check that this leaks no memory.
+
+    Return the free bytes after each ring.
+    """
     free = []
     for _ in range(openings):
         ring = machine.open(30.0)

@@ -1,4 +1,4 @@
-"""One GPU, one communicator of one rank: every part of a hop on the real library.
+"""Hops of the real NCCL library on one GPU: a communicator with one rank, which sends to itself.
 
 `tests/gpu/test_rehearsal.py` runs the same functions over the simulated library on the CPU.
 """
@@ -33,7 +33,7 @@ SIZES = (4 << 10, 64 << 10, 8 << 20, 80 << 20)
 
 
 def nothing() -> None:
-    """Do nothing, as a watch that never raises."""
+    """Do nothing. Communicators call this while they wait; a real watch raises if the ring has failed."""
 
 
 @pytest.fixture(params=BINDINGS)
@@ -64,7 +64,7 @@ def arrived(gpu: CudaDevice, stream: Any) -> bool:
 
 
 def hop(lane: Communicator, gpu: CudaDevice, stream: Any, calls: list[PeerCall]) -> None:
-    """Launch a group after the work of the current stream, and make the current stream wait for the group."""
+    """Launch a group on `stream` after the work of the current stream, which then waits for the group."""
     ready, done = gpu.new_event(), gpu.new_event()
     ready.record(gpu.current_stream())
     stream.wait_event(ready)
@@ -77,7 +77,7 @@ def hop(lane: Communicator, gpu: CudaDevice, stream: Any, calls: list[PeerCall])
 
 
 def bytes_of_every_size(lane: Communicator, gpu: CudaDevice, sizes: tuple[int, ...] = SIZES) -> None:
-    """Check that each size arrives whole and in order, with three messages per group."""
+    """Check that messages of each size arrive whole and in order, three in a group."""
     stream = gpu.new_stream()
     for nbytes in sizes:
         sent = [gpu.empty(nbytes).fill_(n + 1) for n in range(3)]
@@ -103,7 +103,7 @@ def test_messages_of_every_size_arrive(lane: Communicator, gpu: CudaDevice, bind
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["nonblocking", "blocking"])
 def test_cost_of_a_hop_on_the_host(blocking: bool, binding: Binding, gpu: CudaDevice) -> None:
-    """Measure the host's microseconds for a group of a send and a receive, including the events before and after it."""
+    """Record how long the host takes for a group of a send and a receive, including the events before and after it."""
     if not blocking and Capability.NONBLOCKING not in binding.capabilities:
         pytest.skip(f"{binding.name} has no non-blocking communicators")
     lane = Communicator(Opening(HashStore(), 0, 1, 60.0), binding, gpu, CommConfig(blocking=blocking))

@@ -1,8 +1,7 @@
-"""transport="peer" between processes that may share a GPU: exact, complete, never hanging, and refused in a capture.
+"""transport="peer" between processes that may share a GPU: exact, never hanging, and refused in a graph capture.
 
-The functions are those of `test_processes.py`, which `tests/gpu/test_rehearsal.py` runs over gloo. Other tests run the
-protocol over stand-ins for the driver (`tests/transport/test_peer*.py`) and over memory of CPU processes
-(`test_shm.py`).
+The tests use the functions of `test_processes.py`, which `tests/gpu/test_rehearsal.py` runs over gloo. Other tests run
+the protocol over a simulated driver (`tests/transport/test_peer*.py`) and over shared memory (`test_shm.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def test_every_schedule_is_exact(ranks: int, tmp_path: Path) -> None:
 
 
 NODES = [0, 0, 1, 1]
-"""The assumed nodes of four processes: copy engines connect two pairs of them, NCCL the others."""
+"""The node that each of four processes reports. Copy engines connect the two pairs on a node, and NCCL the nodes."""
 
 
 def test_every_schedule_is_exact_on_two_nodes(tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_a_lost_rank_is_named_on_two_nodes(kind: str, tmp_path: Path) -> None:
 
 
 def test_abort_frees_the_device(tmp_path: Path) -> None:
-    """A stream waits for a word that no rank writes; the supervisor's stores release the stream."""
+    """An abort frees a device whose stream waits for a word that no rank writes, by stores of the host."""
     answers = run(tmp_path, "abort", 2, "peer")
     assert answers[0]["device_free_s"] < 5.0
     assert "rank 0 failed first: ValueError: rank 0 gives up" in answers[1]["heard"]
@@ -61,7 +60,10 @@ def test_a_lost_rank_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_capture_is_refused(tmp_path: Path) -> None:
-    """A graph would repeat the numbers of one exchange at every replay. After the refusal the ring still works."""
+    """A graph capture is refused, and the ring still works afterwards.
+
+    A graph would repeat the message numbers of one exchange at every replay.
+    """
     for answer in run(tmp_path, "refused_capture", 2, "peer"):
         assert "transport='peer' cannot be captured into a CUDA graph" in answer["refused"] and answer["error"] < 1e-10
     keep("peer_processes", "a capture is refused", True)

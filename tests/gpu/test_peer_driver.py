@@ -1,7 +1,7 @@
-"""The peer transport's assumptions about CUDA's driver, between two processes on a single GPU.
+"""The peer transport's assumptions about the CUDA driver hold between two processes on a single GPU.
 
 The checks cover symbols and attributes, a flag that becomes visible after its bytes, a wait that the host releases, a
-killed peer, and a result that a failing rank overwrites. The rehearsal runs the same checks on the CPU.
+killed peer, and data that a failing rank overwrites. The rehearsal runs the same checks on the CPU.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ def test_a_spoiled_result_is_not_called_good(two: Processes) -> None:
 
 @pytest.mark.gpu
 def test_bytes_come_before_their_flag(two: Processes) -> None:
-    """This test is the last, because it is the longest: on a shared GPU each round takes several time slices."""
+    """In many rounds of the self-test, no flag is visible before its bytes.
+
+    This test is the last, because it is the longest: on a shared GPU each round takes several time slices.
+    """
     keep(FILE, "rounds of 1 MiB without a difference", bytes_come_before_their_flag(two, "cuda", 2000))
 
 

@@ -1,4 +1,4 @@
-"""Real NCCL between processes that may share a GPU: exact, in order, captured, and never hanging.
+"""Real NCCL between processes that may share a GPU: exact results, calls in order, graph captures, and no hangs.
 
 `tests/gpu/test_rehearsal.py` runs the same functions over gloo on the CPU.
 """
@@ -28,13 +28,14 @@ pytestmark = pytest.mark.gpu
 DEADLINE_S = 10.0
 GRACE_S = 2.0
 SHARED_GRACE_S = 6.0
-"""The grace if ranks share a GPU: each also waits for the time slices of the others, during the abort as well."""
+"""The time after the deadline that an error may take if ranks share a GPU. Each rank then also waits for the time
+slices of the others, during the abort as well."""
 JOB_S = 180.0
 """The time limit of a job. Four processes that share a GPU start one after another; pytest's limit is longer."""
 
 
 def run(folder: Path, entry: str, ranks: int, transport: str = "nccl", **spec: Any) -> list[Any]:
-    """Run `tests.gpu.processes.<entry>` on `ranks` processes; return the answers by rank, None for a lost rank."""
+    """Run the function `entry` of `tests.gpu.processes` on each rank. Return the answers, None for a lost rank."""
     job = folder / "job.json"
     job.write_text(json.dumps({"entry": entry, "transport": transport, "flights": str(folder / "flights"), **spec}))
 
@@ -71,7 +72,7 @@ def every_schedule_is_exact(
 
 
 def a_lost_rank_is_named(folder: Path, kind: str, ranks: int, transport: str = "nccl", **more: Any) -> dict[str, Any]:
-    """Return for each surviving rank the seconds from the fault to the error that names the lost rank."""
+    """Check that each surviving rank names the lost rank in time. Return the seconds from the fault to each error."""
     culprit, note = 1, folder / "note.json"
     answers = run(
         folder, "fault", ranks, transport, kind=kind, culprit=culprit, note=str(note), timeout_s=DEADLINE_S, **more

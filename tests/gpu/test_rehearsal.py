@@ -1,4 +1,4 @@
-"""The functions of the GPU checks, run on the CPU over the simulated library: they run, and they detect faults."""
+"""A rehearsal of the GPU checks on the CPU, over gloo or simulated libraries, and checks of their make targets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.transport.simulated.world import SimWorld
 ROOT = Path(__file__).resolve().parents[2]
 NCCL_TESTS = ("lifetimes", "peer_driver", "loopback", "processes", "peer")
 COLLECTIONS = ("gpu-check", "gpu-check-nccl", "gpu-check-many")
-"""Targets that only run other targets."""
+"""The make targets that only run other targets."""
 POOR = """
 import sys
 class Absent:
@@ -52,7 +52,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_the_checks_need_few_packages() -> None:
-    # A GPU machine may have no network, and only torch, triton, cupy, numpy, pytest and rich.
+    # A GPU machine may have no network, and only the packages torch, triton, cupy, numpy, pytest and rich.
     options = ["-q", "--collect-only", "-m", "gpu", "tests/gpu/test_engines.py", "tests/gpu"]
     bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
@@ -65,7 +65,7 @@ def test_the_checks_need_few_packages() -> None:
 
 @pytest.mark.slow
 def test_the_benchmarks_need_few_packages() -> None:
-    """Without hydra, each benchmark starts and reads its options."""
+    """Each benchmark starts and reads its options without hydra."""
     pytest.importorskip("triton")
     program = (
         POOR.partition("import pytest")[0]
@@ -104,7 +104,7 @@ sys.exit("ringattn.bench.qkv" in sys.argv or "tests/gpu/test_loopback.py" in sys
 
 
 def run_make(machine: Path, target: str, *variables: str) -> tuple[int, list[list[str]]]:
-    """Run make; return the exit status and the arguments of each Python command, without the query for a device."""
+    """Run make. Return the exit status and the arguments of each Python command, except the query for a device."""
     command = [
         "make",
         "--no-print-directory",
@@ -120,7 +120,7 @@ def run_make(machine: Path, target: str, *variables: str) -> tuple[int, list[lis
 
 
 def test_every_part_of_the_gpu_check_is_run_in_order(machine: Path) -> None:
-    """The most important part is first. A part that fails does not stop the next, and is reported at the end."""
+    """`make gpu-check` runs every part, the most important first. A part that fails is reported and stops no other."""
     status, commands = run_make(machine, "gpu-check")
     tests = [command for command in commands if command[1] == "pytest"]
     kernels, nccl = tests[:14], tests[14:]
@@ -148,7 +148,7 @@ def test_every_part_of_the_gpu_check_is_run_in_order(machine: Path) -> None:
 
 
 def test_every_part_on_several_gpus_is_run_in_order(machine: Path) -> None:
-    """Each part is a separate command with valid options of the benchmark, and the common report is last."""
+    """`make gpu-check-many` runs each part as a separate command with valid options, and the common report last."""
     status, commands = run_make(machine, "gpu-check-many")
     assert status == 0 and [command[1] for command in commands] == ["ringattn.bench.many"] * 4 + [
         "pytest",
@@ -168,7 +168,7 @@ def test_every_file_that_a_part_names_exists() -> None:
 
 @pytest.mark.parametrize(("git", "requested"), [(True, False), (False, True)])
 def test_the_commit_is_passed_on_or_requested(git: bool, requested: bool, machine: Path) -> None:
-    """Without the commit, results cannot be attributed to code."""
+    """The commit that git reports is passed on, or the user is asked for it, because results belong to a commit."""
     (machine / "git").write_text("#!/bin/sh\n" + ("echo c0ffee\n" if git else "exit 1\n"))
     (machine / "git").chmod(0o755)
     (machine / "python").write_text('#!/bin/sh\necho "commit <$GPU_CHECK_COMMIT>"\n')
@@ -192,7 +192,7 @@ def test_recorded_figures_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_part_has_a_time_limit(machine: Path) -> None:
-    """The limit is eight minutes, enforced by SIGKILL: a hung driver call ignores every other signal."""
+    """Every part ends within eight minutes. SIGKILL enforces this, because a hung driver call ignores other signals."""
     lines = re.findall(r"^(gpu-[a-z- ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     parts = {part for line in lines for part in line.split()} - {*COLLECTIONS, "gpu-here"}
     assert len(parts) == 17

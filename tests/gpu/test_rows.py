@@ -1,6 +1,6 @@
-"""The compiled projection, row and quantization kernels: tests/kernels/interpreter_rows on CUDA tensors.
+"""The tests of tests/kernels/interpreter_rows for the compiled projection, row and quantization kernels on a GPU.
 
-`make gpu-check` runs it. Those tests use torch's default device, which is the GPU here.
+`make gpu-check` runs them. They use torch's default device, which is the GPU here.
 """
 
 from __future__ import annotations

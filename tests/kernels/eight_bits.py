@@ -1,4 +1,4 @@
-"""Rounding to eight bits for the wire by its definition, in numpy and without torch's casts."""
+"""Quantization to eight bits (for K/V in messages) by its definition, in numpy and without torch's casts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: Tensor, code: str) -> Tensor:
-    """Return x, which must be finite, quantized and restored by the definition."""
+    """Return x, which must be finite, after it was quantized to `code` ("int8" or an fp8 type) and restored."""
     full = x.float().numpy()
     scale = np.maximum(np.abs(full).max(-1, keepdims=True) / np.float32(LARGEST[code]), SMALLEST)
     steps = full / scale

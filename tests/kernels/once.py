@@ -1,4 +1,4 @@
-"""Share results between test processes: one process computes a result that takes minutes, the others read it."""
+"""Share slow results between test processes: one process computes the result, and the others read it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 
 
 def once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
-    """Return the result of `make`, converted to JSON and back, computed once per test run by all its processes.
+    """Return the result of `make`, which only one process of a test run computes. It is converted to JSON and back.
 
     The first process calls `make` with an empty folder; the others wait and read the result. If `make` fails, the next
-    process tries again.
+    process tries again. `name` identifies the result.
     """
     base = folders.getbasetemp()
-    # With pytest-xdist each worker's folder is inside that of the run.
+    # With pytest-xdist each worker's temporary folder is inside the folder of the test run, which all workers share.
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     kept = shared / f"once-{name}.json"
     with (shared / f"once-{name}.lock").open("w") as lock:

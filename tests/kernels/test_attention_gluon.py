@@ -1,4 +1,4 @@
-"""The Gluon forward kernel without a GPU: a simulated Hopper runs its source; unsupported calls are refused.
+"""The Gluon forward kernel without a GPU: a simulated Hopper GPU runs its source, and unsupported calls are refused.
 
 `tests/gpu/test_gluon.py` compares its numbers on a GPU.
 """
@@ -31,12 +31,16 @@ from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_
 DIM = 16
 SCALE = 0.3
 SCALES = SCALE, 1.5
-"""Without the scale the peak would be above all logits, or so far below that the weight does not fit into float16."""
+"""A scale below and a scale above 1. A kernel that forgets to scale the peak (the largest logit of a row) subtracts too
+much, or so little that a weight does not fit into float16."""
 PLAIN = {name: scenario for name, scenario in SCENARIOS.items() if scenario.softcap is None and not scenario.alibi}
 
 
 class Pass:
-    """The attend calls of a scenario in float16, and their reference. K/V rows that no tile reads are NaN."""
+    """The forward launches for the steps of a scenario in float16, and their reference.
+
+    K/V rows that no tile reads are NaN.
+    """
 
     def __init__(self, scenario: Scenario, seed: int, sinks: bool = False, scale: float = SCALE) -> None:
         make, self.scenario, self.scale = torch.Generator().manual_seed(seed), scenario, scale
@@ -55,7 +59,10 @@ class Pass:
         return kv[0], kv[1]
 
     def flagged_blocks(self) -> list[Blocks] | None:
-        """Return tables with flags, or None if flags are impossible. With flags, the state starts as NaN."""
+        """Return tables whose blocks have the flags FIRST and LAST, or None if the scenario allows no flags.
+
+        With flags, the state is set to NaN, because no launch may read it before a FIRST block has written it.
+        """
         tables = [query_blocks(step.tiles, 16, 8) for step in self.scenario.steps]
         if not set_flags(tables, self.scenario.q_rows, self.scenario.heads):
             return None
@@ -67,9 +74,14 @@ class Pass:
     def run(
         self, rng: Random, tables: Sequence[Blocks] | None = None, meta: dict[str, Any] | None = None, **how: Any
     ) -> None:
-        """Run all launches, with random numbers of programs and buffers and a random order of work."""
+        """Run all launches, with random numbers of programs and buffers and a random order of work.
+
+        `tables`: the table of each step, by default without flags. `meta`: constants of the kernel to replace. `how`:
+        keywords of `simulate`.
+        """
         for index, (step, (k, v)) in enumerate(zip(self.scenario.steps, self.kv, strict=True)):
-            # In ROTATING each block of queries has one key block, so a fast producer with three buffers is two ahead.
+            # In ROTATING each block of queries has one key block, so a fast producer with three buffers is two items
+            # ahead.
             alone = self.scenario == ROTATING
             config = Config(16, 8, 4, 3 if alone else rng.choice((1, 2, 2, 3)), "gluon")
             blocks, entries, slots, *_ = tables[index] if tables else query_blocks(step.tiles, 16, 8)
@@ -99,7 +111,7 @@ class Pass:
         return out.transpose(0, 1), lse
 
     def check(self) -> None:
-        """Compare with the reference: probabilities have a float16 error of 2 ** -11, the rest float32 errors."""
+        """Compare with the reference. Probabilities may have a float16 error of 2 ** -11, the rest float32 errors."""
         out, lse = self.reference()
         largest = max(float(v.nan_to_num(0).abs().max()) for _, v in self.kv)
         out_of_kernel = self.out if self.result is None else self.result
@@ -121,7 +133,10 @@ def _counts(tiles: Sequence[Tile], head: int, rows: int, k_rows: int) -> np.ndar
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_steps_of_the_contract(name: str) -> None:
-    """The scenarios have masks, strides, incomplete blocks, grouped heads, several entries per block, several steps."""
+    """The kernel gives the reference's results for the engine contract's scenarios.
+
+    They have masks, strides, incomplete blocks, grouped heads, several entries per block, and several steps.
+    """
     attention = Pass(PLAIN[name], 1)
     attention.run(Random(name))
     attention.check()
@@ -160,7 +175,10 @@ def test_a_pass_of_one_step_needs_no_state() -> None:
 
 
 def test_rows_without_a_key_and_blocks_without_an_entry() -> None:
-    """Such rows and blocks keep their state. With flags they get the result of a row that attends to no key."""
+    """Rows without a key and blocks without an entry keep their state.
+
+    With the flags FIRST and LAST, their result is that of a row that attends to no key: out 0, lse -inf.
+    """
     for flags in (0, FIRST | LAST):
         attention = Pass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2)._replace(q_rows=32), 4)
         blocks, entries, slots, *_ = query_blocks(attention.scenario.steps[0].tiles, 16, 8)
@@ -184,7 +202,10 @@ def test_the_size_of_the_grid_and_the_turns_change_no_bit() -> None:
 
 @pytest.mark.parametrize("name", ["full", "causal", "zigzag"])
 def test_logits_that_are_all_minus_infinity(name: str) -> None:
-    """Keys of -inf cause such logits also in blocks without a mask. The result is that of rows without a key."""
+    """Rows whose logits are all -inf, because the keys are, get the result of rows without a key.
+
+    They occur in blocks with and without a mask.
+    """
     attention = Pass(PLAIN[name], 7)
     attention.q[..., 0] = 1.0
     for k, _ in attention.kv:
@@ -197,7 +218,10 @@ def test_logits_that_are_all_minus_infinity(name: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
 @pytest.mark.parametrize("name", ["causal", "blind"])
 def test_a_scale_that_is_not_positive(name: str, scale: float) -> None:
-    """With such a scale the kernel computes the largest logit from the scaled logits, not from the raw ones."""
+    """Results are right for a scale that is negative, 0 or too small to be a normal float32.
+
+    The kernel then computes the largest logit from the scaled logits, not from the unscaled ones.
+    """
     attention = Pass(PLAIN[name], 6, scale=scale)
     attention.run(Random(6), attention.flagged_blocks())
     attention.check()
@@ -215,7 +239,10 @@ def test_the_raw_peak_needs_a_positive_scale(scale: float) -> None:
     ("scale", "raw"), [(1.0, True), (2e-38, True), (1e-42, False), (0.0, False), (-1.0, False), (float("nan"), False)]
 )
 def test_the_raw_peak_needs_a_normal_positive_scale(scale: float, raw: bool) -> None:
-    """The scale is taken as float32, where numbers below 2 ** -126 count as 0."""
+    """The kernel scales the largest unscaled logit (RAW_PEAK) only if the scale is a normal positive float32.
+
+    Smaller numbers than 2 ** -126 count as 0.
+    """
     q, table = rows_like(), Table(torch.zeros(0, 8), torch.zeros(0, 16), 0)
     call = forward_gluon(q, q, q, None, torch.zeros(1, 2, 8), table, CONFIG, scale=scale, result=q)
     assert call.meta["RAW_PEAK"] is raw
@@ -263,7 +290,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_simulation_detects_a_wrong_kernel(name: str) -> None:
-    """Among a few scenarios, one makes each wrong kernel raise a fault or differ from the reference."""
+    """For each wrong kernel, one of a few scenarios raises a fault or differs from the reference."""
     old, new = WRONG[name]
     assert any(old in source_of(module) for module in MODULES)
     for seed, scenario in enumerate(SEEING * 3):

@@ -1,4 +1,4 @@
-"""The Gluon backward kernels without a GPU: a simulated Hopper runs their source; unsupported calls are refused.
+"""The Gluon backward kernels without a GPU: a simulated Hopper GPU runs their source; unsupported calls are refused.
 
 No GPU has run these kernels yet.
 """
@@ -30,25 +30,27 @@ NAN = float("nan")
 pytestmark = pytest.mark.unchanged("Gluon backward")
 SOURCES = MODULES[1:]
 HALF, SINGLE, LEAST = 2.0**-11, 2.0**-18, 2.0**-25
-"""Relative errors of a float16 and of a weight computed in float32, and the absolute error of the smallest float16."""
+"""Rounding errors: `HALF`, the relative error of float16; `SINGLE`, that of a weight computed in float32; `LEAST`, the
+absolute error of the smallest float16 numbers."""
 
 
 class Grads:
-    """dK or dV of a step: the carried sum, the result, and the sum before the launch."""
+    """dK or dV of a step: the carried sum, the sum before the launch (`before`), and the result."""
 
     def __init__(self, like: Tensor, flags: int, make: torch.Generator) -> None:
         self.first, self.last = bool(flags & FIRST), bool(flags & LAST)
         self.carried = torch.randn(like.shape, generator=make)
-        # A FIRST block must not read the sum before the launch.
+        # A FIRST block must not read the sum, so the sum is NaN.
         if self.first:
             self.carried.fill_(NAN)
         self.result = torch.full(like.shape, NAN, dtype=torch.float16)
         self.before = self.carried.clone()
 
     def check(self, added: Tensor, allowed: Tensor, met: Tensor) -> None:
-        """Check that `added` was added where the mask `met` is true, and that nothing else was written.
+        """Check that the launch added `added` where the mask `met` is true, and that it wrote nothing else.
 
-        `allowed`: the largest allowed error of each element.
+        If FIRST, `added` replaces the sum; if LAST, the total is in the result instead of the sum. `allowed`: the
+        largest allowed error of each element.
         """
         total = added if self.first else added + self.before.double()
         rest = ~met if not self.last else torch.ones_like(met)
@@ -61,7 +63,7 @@ class Grads:
 
 
 class GradPass:
-    """The attend_grad calls of a scenario in float16, and their reference.
+    """The backward launches for the steps of a scenario in float16, and their reference.
 
     Rows of K, V, q, dout, lse and delta that no tile reads are NaN. `flags`: for each step, the flags of all its key
     blocks. `silent`: a query row whose lse is set to -inf, as if the row attended to no key.
@@ -87,7 +89,11 @@ class GradPass:
         self.dq_before, self.dq_result = self.dq.double(), torch.full_like(self.q, NAN)
 
     def _set_reference(self, dlse: Tensor) -> None:
-        """Compute lse and delta over all keys in float32, and for each step P, dS and the size of the terms of dS."""
+        """Compute the reference in float64: lse and delta over all keys, and P and dS of each step.
+
+        lse and delta are stored in float32, as the kernels read them. `parts` has the sum of the absolute terms of each
+        element of dS, for the error bound.
+        """
         s = self.scenario
         self.clean = q, dout = self.q.double(), self.dout.double()
         self.wide, logits = [], []
@@ -107,7 +113,7 @@ class GradPass:
         self.parts = [p * (x.abs() + delta[..., None].abs()) for p, x in zip(self.p, dp, strict=True)]
 
     def tables(self) -> list[tuple[Blocks, Blocks]]:
-        """Return two tables per step: by queries (blocks of 16 queries x 8 keys) and by keys (16 keys x 8 queries)."""
+        """Return two tables for each step: query blocks (16 queries x 8 keys) and key blocks (16 keys x 8 queries)."""
         s = self.scenario
         tables = [(query_blocks(step.tiles, 16, 8), key_blocks(step.tiles, s.group, 16, 8)) for step in s.steps]
         for (_, by_key), flags in zip(tables, self.flags, strict=True):
@@ -115,14 +121,14 @@ class GradPass:
         return tables
 
     def run(self, rng: Random, tables: Sequence[tuple[Blocks, Blocks]] | None = None, **how: Any) -> None:
-        """Run all launches, with random numbers of programs and buffers."""
+        """Run all launches, with random numbers of programs and buffers. `how`: keywords of `simulate`."""
         self.step_tables = tables or self.tables()
         for step, kv, (dk, dv), pair in zip(self.scenario.steps, self.kv, self.dkv, self.step_tables, strict=True):
             by_query, by_key = (Table(torch.tensor(x.blocks), torch.tensor(x.entries), x.slots) for x in pair)
             options: dict[str, Any] = {"scale": SCALE, "group": self.scenario.group, "first_kv_head": step.held.start}
             rows = self.q, *kv, self.dout, self.lse, self.delta
             carried = (None, None) if dk.first and dk.last and rng.random() < 0.5 else (dk.carried, dv.carried)
-            # Without a LAST block the results are not written, so the call may be without them.
+            # Without a LAST block the results are not written, so the call may omit them.
             results = (dk.result, dv.result) if dk.last or rng.random() < 0.5 else None
             needed = bool((pair[0].blocks[:, 7] & LAST).any()) or rng.random() < 0.5
             calls = (
@@ -139,7 +145,10 @@ class GradPass:
                 simulate(call, rng.randrange(1 << 20), **how)
 
     def check(self, by_result: bool = False) -> None:
-        """Check that the errors are at most those of rounding P and dS to float16 and of summing in float32."""
+        """Check that the errors are at most those of rounding P and dS to float16 and of summing in float32.
+
+        If `by_result`, dQ is expected in its result, else in its carried sum.
+        """
         q, dout = self.clean
         dq, most = torch.zeros_like(self.dq_before), torch.full_like(self.dq_before, 2.0**-20)
         steps = zip(
@@ -160,13 +169,16 @@ class GradPass:
 
 
 def _to_heads(left: Tensor, right: Tensor, inside: Tensor, like: Tensor) -> Tensor:
-    """Return left^T . right of all query heads, summed over the query heads of each K/V head."""
+    """Return left^T · right for each query head, summed over the query heads of each K/V head.
+
+    `inside`: the K/V head of each query head. `like`: a tensor of the shape of the result.
+    """
     of_heads = torch.einsum("bhnm,nbhd->mbhd", left, right)
     return torch.zeros(like.shape, dtype=torch.float64).index_add_(2, inside, of_heads)
 
 
 def _rows_of_blocks(by_key: Blocks, first_head: int, like: Tensor) -> Tensor:
-    """Return a mask of the rows and heads of the blocks, in a buffer of K/V heads from `first_head` on."""
+    """Return a mask, in the shape of `like`, of the rows and heads in key blocks. Head 0 of `like` is `first_head`."""
     inside = torch.zeros(like.shape, dtype=torch.bool)
     for first, stride, rows, head, heads, *_ in by_key.blocks.tolist():
         inside[first : first + rows * stride : stride, :, head - first_head : head - first_head + heads] = True
@@ -183,7 +195,7 @@ def test_the_steps_of_the_contract(name: str) -> None:
 
 @given(st.integers(0, 10_000))
 def test_random_steps(seed: int) -> None:
-    """The key blocks of each step have random flags."""
+    """dQ, dK and dV are right for random scenarios whose key blocks have random flags in each step."""
     rng = Random(seed)
     backward = GradPass(random_scenario(seed), seed, [rng.randrange(4) for _ in range(3)])
     backward.run(rng)
@@ -199,7 +211,7 @@ def test_the_unchanged_kernels_pass_the_mutation_scenarios() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PLAIN if name.startswith("whole")])
 def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str) -> None:
-    """dQ follows the flags of its query blocks; each step writes the results of its dK and dV."""
+    """With FIRST and LAST flags, no launch reads an initial sum, and the results of dQ, dK and dV are written."""
     backward = GradPass(PLAIN[name], 2, [FIRST | LAST] * 3)
     tables = backward.tables()
     assert set_flags([by_query for by_query, _ in tables], len(backward.q), backward.scenario.heads)
@@ -210,9 +222,9 @@ def test_a_pass_begins_without_a_state_and_ends_in_the_result(name: str) -> None
 
 @pytest.mark.parametrize("flags", range(4))
 def test_blocks_without_an_entry(flags: int) -> None:
-    """Such blocks add nothing. By their flags, the carried sum stays, is set to 0, or is written to the result.
+    """Key blocks without an entry add nothing.
 
-    With both flags the result is 0.
+    Without a flag their carried sum stays; FIRST sets it to 0; LAST writes it to the result; with both the result is 0.
     """
     backward = GradPass(simple(((strip(0, 32), strip(20, 40), CAUSAL),), StridedRange(0, 2), 2), 4, [flags])
     by_query, by_key = backward.tables()[0]
@@ -231,7 +243,10 @@ def test_a_row_with_an_lse_of_minus_infinity_adds_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(name: str) -> None:
-    """Such rows add nothing to dK and dV. dQ is not compared: it sums 0 times -inf, in dense attention as well."""
+    """Rows whose logits are all -inf add nothing to dK and dV.
+
+    dQ is not compared, because it sums products of 0 and -inf, in dense attention as well.
+    """
     backward = GradPass(PLAIN[name], 8)
     backward.q[..., 0] = 1.0
     backward.lse.fill_(float("-inf"))

@@ -1,4 +1,4 @@
-"""Varying documents compile nothing new. The tests count calls of the function in which Triton would compile."""
+"""Batches with varying documents compile no new kernels. The tests count the calls of Triton's compile function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMS: dict[str, Callable[[], Configs]] = {
 
 
 class Loaded:
-    """A stand-in for a compiled kernel that records the programs of each launch and launches nothing."""
+    """A stand-in for a compiled kernel. It launches nothing and records the number of programs of each launch."""
 
     metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=0, global_scratch_size=PROGRAM_BYTES)
     packed_metadata = function = None
@@ -49,9 +49,9 @@ class Loaded:
 
 
 class Counted(NamedTuple):
-    """The counts of compilations and launches.
+    """A record of compilations and launches.
 
-    `kernels`: the kernels that Triton distinguishes, by name and specialization, with the arguments that are None.
+    `kernels`: for each kernel that Triton distinguishes, by name and specialization, its arguments that are None.
     `kept`: ringattn's handles of the kernels. `programs`: the number of programs of each launch.
     """
 
@@ -87,12 +87,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 
 
 def documents(random: Random, rows: int) -> list[int]:
-    """Return the bounds of 1 to 12 documents of `rows` tokens in total."""
+    """Return the bounds of 1 to 12 random documents with `rows` tokens in total."""
     return sorted({0, rows, *(random.randrange(1, rows) for _ in range(random.randrange(12)))})
 
 
 def run_pass(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: int) -> list[Any]:
-    """Run a forward and a backward pass over `rows` tokens; return their works."""
+    """Run a forward and a backward pass over `rows` tokens. Return what `engine.prepare` returned for each of them."""
     softmax = Softmax(0.1, HEADS // KV_HEADS)
     q, dout = (torch.zeros(batch, rows, HEADS, DIM, dtype=DTYPE).transpose(0, 1) for _ in range(2))
     k, v = (torch.zeros(batch, rows, KV_HEADS, DIM, dtype=DTYPE).transpose(0, 1) for _ in range(2))
@@ -109,7 +109,10 @@ def run_pass(engine: TritonEngine, rows: int, steps: list[list[Tile]], batch: in
 
 
 def steps_of(random: Random, rows: int) -> list[list[Tile]]:
-    """Return a step of local documents and, if there are several, a step with a remote document for some heads."""
+    """Return the tiles of a ring step over local documents and, if there are several, of a step over a remote document.
+
+    The tiles of the second step have one head or all heads.
+    """
     bounds = documents(random, rows)
     heads = StridedRange(0, HEADS)
     local_documents = [TokenRange(StridedRange(a, b - a), StridedRange(a, b - a)) for a, b in pairwise(bounds)]
@@ -125,7 +128,8 @@ def steps_of(random: Random, rows: int) -> list[list[Tile]]:
 def test_varying_documents_compile_nothing_new(form: str, counted: Counted) -> None:
     """After the first ten sets of documents nothing new is compiled.
 
-    The sets have counts of blocks, batches and rows that are 1, multiples of 16, or neither.
+    In the sets, the numbers of blocks, batches and rows may be 1, a multiple of 16, or neither, which Triton
+    distinguishes by default.
     """
     random, engine, seen = Random(6), TritonEngine(FORMS[form]()), []
     for _ in range(SETS):
@@ -133,7 +137,7 @@ def test_varying_documents_compile_nothing_new(form: str, counted: Counted) -> N
         run_pass(engine, rows, steps_of(random, rows), random.choice((1, 2)))
         seen.append(counted.both())
     assert seen[9] == seen[-1], seen[-1]
-    # Each kernel is compiled once for each set of arguments that are None. The kernel of `delta` has no handle.
+    # Each kernel is compiled once for each set of arguments that are None. There is no handle of the kernel of `delta`.
     kinds = {(name, nones) for (name, _), nones in counted.kernels.items()}
     names = {name for name, _ in kinds}
     assert ("forward_kernel" if form == "gluon" else "_forward") in names and len(names) >= 4
@@ -141,7 +145,10 @@ def test_varying_documents_compile_nothing_new(form: str, counted: Counted) -> N
 
 
 def test_workspace_bytes_counts_the_memory_of_descriptors(counted: Counted) -> None:
-    """The bytes are those of a step's largest launch, as the kernels report them, and the same before compilation."""
+    """`workspace_bytes` is the memory for descriptors in the step's largest launch, as the compiled kernels report it.
+
+    It returns the same number before anything is compiled.
+    """
     engine, tiles = TritonEngine(FORMS["descriptors"]()), steps_of(Random(3), 500)[:1]
     sizes = Sizes(500, 2, HEADS, DIM, DIM, DTYPE)
     (work,) = engine.prepare(tiles, Softmax(0.1, HEADS // KV_HEADS), 500, HEADS)
@@ -159,7 +166,11 @@ def test_workspace_bytes_counts_the_memory_of_descriptors(counted: Counted) -> N
 
 @pytest.mark.usefixtures("counted")
 def test_workspace_bytes_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon's forward has a program per multiprocessor, its backward one per block; pointers need no descriptors."""
+    """Before the first call, `workspace_bytes` is the number of programs times the bytes of a program's descriptors.
+
+    Gluon's forward kernel has a program per multiprocessor, its backward kernels one per block. Kernels with plain
+    pointers need no descriptors.
+    """
     gluon_missing.cache_clear()
     if why := gluon_missing(90):
         pytest.skip(why)
@@ -184,7 +195,7 @@ def test_workspace_bytes_before_the_first_call(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_row_kernels_compile_once(counted: Counted) -> None:
-    """Each row kernel compiles once for any counts of tokens and heads."""
+    """Each row kernel is compiled only once for all numbers of tokens and heads."""
     names = [name for name in row_cases.CASES if name.startswith("sm_90")]
     for tokens, heads in ((64, 4), (37, 3), (1, 1), (16, 2), (33, 16)):
         for name in names:

@@ -1,15 +1,15 @@
-"""The compile gate: the attention kernels as machine code, for GPUs that this machine does not have.
+"""The compile gate: checks of the attention kernels' machine code, for GPUs that this machine does not have.
 
 Every entry of the block-size tables for sm_80, sm_90 and sm_100 is compiled through the library's launch functions with
 a driver that launches nothing. Limits: CUDA C Programming Guide, "Technical Specifications per Compute Capability";
-tensor memory of sm_100 is 512 columns. Half entries must not spill in the loop over matrix products. Spills elsewhere,
-and those of float32, whose products run without matrix units, must not exceed the golden table. There is a table for
-each tested Triton version, because each has another assembler. A separate table has the instruction counts of the inner
-loops, which may change by a margin (`test_performance_gate.py`).
+tensor memory of sm_100 is 512 columns. Kernels of half precision must not spill in the loop over matrix products.
+Spills elsewhere, and those of float32, whose products run without matrix units, must not exceed the golden table. There
+is a table for each tested Triton version, because each has another assembler. A separate table has the instruction
+counts of the inner loops, which may change by a margin (`test_performance_gate.py`).
 After a change of a kernel or an entry, run `python -m tests.kernels.compile_gate.compiling renew` with each of these
 versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER). It compiles all architectures
-and writes both tables; `test_the_golden_tables_are_whole` then reports what is wrong with them. With arguments after
-`renew`, only cases whose names contain one of them are compiled.
+and writes both tables; `test_the_golden_tables_are_whole` then reports what is wrong with them. If there are arguments
+after `renew`, it compiles only the cases whose names contain one of them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Finding = dict[str, Any] | str
 
 
 def may_spill(name: str) -> bool:
-    """Return whether only the golden table limits the spills in a case's loop."""
+    """Return whether the case may spill in its loop over matrix products, as much as the golden table allows."""
     return "/single/" in name
 
 
 def units(name: str) -> tuple[str, ...]:
-    """Return the matrix units that a case may use."""
+    """Return the instructions for matrix products that a case may use."""
     if "/single/" in name:
         return ("FFMA",)
     # HGMMA needs 64 rows of keys, and a block of the fused backward at dimension 256 has fewer.
@@ -53,7 +53,7 @@ def units(name: str) -> tuple[str, ...]:
 
 
 def faults(name: str, finding: Finding) -> list[str]:
-    """Return what is wrong with a compiled case, independently of the golden table."""
+    """Return which rules a compiled case breaks, except those that compare it with the golden table."""
     if isinstance(finding, str):
         return [f"did not compile: {finding}"]
     compiled_case, arch = Found(**finding), arch_of(name)
@@ -89,7 +89,7 @@ def drift(finding: Found, golden: Found) -> list[str]:
 
 
 def compiled(folder: Path, names: Iterable[str]) -> dict[str, Finding]:
-    """Compile cases in a separate process, which may set a driver and fork."""
+    """Compile cases in a separate process, because it replaces Triton's driver and forks."""
     return written_by("tests.kernels.compile_gate.compiling", folder, *names, timeout_s=1700)
 
 
@@ -115,7 +115,7 @@ def test_an_entry(name: str, entries: dict[str, Finding]) -> None:
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_the_golden_tables_are_whole(version: str) -> None:
-    """The tables have every entry, also of architectures that are not compiled here, and none is at fault.
+    """The tables have every entry, also for architectures that the tests do not compile, and no entry breaks a rule.
 
     torch 2.11 on GPU machines has Triton 3.6.0; these tests run with 3.7.1.
     """
@@ -125,7 +125,10 @@ def test_the_golden_tables_are_whole(version: str) -> None:
 
 
 def test_the_gate_detects_faults() -> None:
-    """The findings are made up, because no small kernel has these faults."""
+    """`faults` and `drift` report each kind of fault.
+
+    They are called with made-up findings, because no small kernel has these faults.
+    """
     case, good = "sm_100/half/128/descriptors/forward", Found(200, 0, 0, 1000, 512, "UTC", 4, 0)
     assert not faults(case, good._asdict())
     assert "576 columns" in faults(case, good._replace(tensor_columns=576)._asdict())[0]
@@ -149,7 +152,7 @@ def test_the_gate_detects_faults() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
-    """The limits of each architecture with entries are known.
+    """`KernelCode.resident` knows the limits of each architecture that the tables have.
 
     Two blocks that together fill the shared memory are resident at once. With one byte more, only one block is.
     """
@@ -160,7 +163,7 @@ def test_how_many_blocks_each_architecture_holds(arch: int) -> None:
 
 
 def test_the_gate_detects_hasty_arrivals() -> None:
-    """The code is made up, because no compiler produces such arrivals on request."""
+    """`hasty_arrivals` counts the arrivals without a synchronisation before them, in made-up code."""
     left, wrote = "wgmma.wait_group.sync.aligned 0;", "st.shared.v2.b32 [%r1], {%r2, %r3};"
     met, warp, arrived = "bar.sync 2, 128;", "bar.warp.sync -1;", "mbarrier.arrive.shared::cta.b64 _;"
     assert hasty_arrivals(left + met + arrived + wrote + warp + arrived) == 0

@@ -1,9 +1,9 @@
-"""The compile gate: the projection and row kernels as machine code, for GPUs that this machine does not have.
+"""The compile gate: checks of the projection and row kernels' machine code, for GPUs that this machine does not have.
 
 Kernels must load and store rows as vectors. For a bf16 row of 128 elements, each instruction of a thread must move 16
-bytes. Narrower accesses are allowed only for data with one number per row, such as lse, and for angles in the order of
-a matrix unit's results. No kernel may spill in a loop over products, or spill more elsewhere than the golden table of
-the installed Triton allows.
+bytes. Narrower accesses are allowed only for data with one number per row, such as lse, and for rotation angles in the
+order of a matrix unit's results. No kernel may spill in a loop over products, or spill more elsewhere than the golden
+table of the installed Triton allows.
 `python -m tests.kernels.compile_gate.row_cases renew`, after a change of a kernel, compiles every case and writes the
 golden table of the installed Triton; `test_the_golden_tables_are_whole` then reports what is wrong with it.
 """
@@ -42,14 +42,14 @@ ON_ONE = (
     "restore/128/fp8",
 )
 TESTED = (*(f"sm_{arch}/{case}" for arch in (80, 90, 100) for case in ON_ALL), *(f"sm_90/{case}" for case in ON_ONE))
-"""The tested cases. Renewing the golden table compiles the others as well."""
+"""The cases that the tests compile. Renewing the golden table compiles the other cases as well."""
 
 FEW = 4
-"""The number of loads narrower than 32 bits that a kernel may have: of weights, once for all rows."""
+"""The number of loads or stores narrower than 32 bits that a kernel may have, such as loads of weights for all rows."""
 
 
 def faults(name: str, finding: FoundRows) -> list[str]:
-    """Return what is wrong with a compiled case, independently of the golden table."""
+    """Return which rules a compiled case breaks, except those that compare it with the golden table."""
     arch, kernel = int(name.split("/")[0].removeprefix("sm_")), name.split("/")[1]
     wrong = []
     if finding.loop_spills:
@@ -83,7 +83,7 @@ def drift(finding: FoundRows, golden: FoundRows) -> list[str]:
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FoundRows]:
-    """Compile the cases in a separate process, which may set a driver and fork."""
+    """Compile the cases in a separate process, because it replaces Triton's driver and forks."""
     module = "tests.kernels.compile_gate.row_cases"
     results = once(tmp_path_factory, "rows", lambda folder: written_by(module, folder, *TESTED))
     assert not {name: why for name, why in results.items() if isinstance(why, str)}
@@ -105,7 +105,7 @@ def test_a_case(name: str, findings: dict[str, FoundRows]) -> None:
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])
 def test_the_golden_tables_are_whole(version: str) -> None:
-    """The table has exactly the cases, and none of them is at fault."""
+    """The golden table has exactly the cases, and no case breaks a rule."""
     golden = TABLES[version]
     assert tuple(golden) == CASES and set(TESTED) <= set(CASES)
     wrong = {name: faults(name, FoundRows(**golden[name])) for name in CASES}
@@ -134,7 +134,10 @@ def test_the_gate_detects_faults(changed: dict[str, Any], expected: str) -> None
 
 
 def test_exceptions_for_some_kernels() -> None:
-    """Sums of rows may be stored number by number; only float32 products use FFMA instead of a matrix unit."""
+    """The kernel `row_sums` may store single numbers, which `merge` may not.
+
+    Products of float32 must use FFMA, and a matrix unit is reported as a fault.
+    """
     sums, single = "sm_90/row_sums/128/", f"sm_90/project_heads/128/single,neox,{EVERYTHING}"
     assert not faults(sums, GOOD._replace(stores={"32": 1})) and faults(
         "sm_90/merge/128/", GOOD._replace(stores={"32": 1})

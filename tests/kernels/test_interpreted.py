@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: the engine's contract, each launch by itself, mutants, and row kernels.
+"""Run the suites of the Triton kernels in Triton's interpreter: engine contract, launches, mutations and row kernels.
 
 Triton decides when a kernel is imported whether it is interpreted, so each suite runs in child processes.
 """
@@ -33,13 +33,14 @@ SUITES: dict[str, tuple[list[str], dict[str, int]]] = {
     ),
     "rows": (["tests/kernels/interpreter_rows"], {"::test_": 60}),
 }
-"""The files of each suite, and the least number of cases whose names contain a text: fewer were not collected."""
+"""For each suite, its files, and the minimum number of cases whose names contain a text. If there are fewer, some cases
+were not collected."""
 
 
 def outcomes_of(files: list[str], folder: Path) -> dict[str, str]:
-    """Return for each case of `files` why it failed and what it printed, or "" if it passed.
+    """Run the cases of `files` in two processes that share them.
 
-    Two processes share the cases.
+    Return for each case why it failed and what it printed, or "" if it passed.
     """
     report = folder / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", "-o", "junit_logging=system-out", f"--junitxml={report}"]

@@ -1,6 +1,7 @@
-"""Launches through kept handles against Triton's launches, with a driver that launches nothing; block sizes.
+"""Launches through ringattn's handles pass the same arguments as Triton's own launches; and block sizes.
 
-The tests define a separate kernel, so that nothing compiled for an absent GPU stays in a kernel of the library.
+A stub replaces the driver and launches nothing. The tests define their own kernel, so that nothing that is compiled for
+an absent GPU stays in a kernel of the library.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def product(a, b, out, steps, scale, SIZE: tl.constexpr, DEPTH: tl.constexpr):
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubDriver]:
-    """Replace the driver of the process by a stub."""
+    """Replace Triton's driver in this process by a stub, which records launches."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     stub = StubDriver(80)
     monkeypatch.setattr(driver, "_active", stub)
@@ -52,7 +53,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StubDriver
 def call_with(
     dtype: torch.dtype = torch.float16, offset: int = 0, size: int = 32, scale: float = 48, warps: int = 4
 ) -> LaunchCall:
-    """Return a call of a small matrix product. `offset`: elements from an aligned address."""
+    """Return a call of a small matrix product. The first operand begins `offset` elements after an aligned address."""
     a, b = (torch.zeros(size * 16 + 16, dtype=dtype)[start:] for start in (offset, 0))
     meta = {"SIZE": size, "DEPTH": 16, "num_warps": warps, "num_stages": 1}
     return LaunchCall(product, (3,), (a, b, torch.zeros(size, size), 4, scale), meta)
@@ -63,7 +64,10 @@ def repeated(call: LaunchCall, sm_margin: int = 0) -> Repeat:
 
 
 def test_launches_what_triton_launches(stub: StubDriver) -> None:
-    """Grid, stream, function and all arguments are equal, except the metadata and hooks of profilers."""
+    """A launch through a handle has the grid, stream, function and arguments of Triton's launch.
+
+    Only the metadata and hooks for profilers differ.
+    """
     stub.launched, stub.stream, call = [], 7, call_with()
     call.run()
     repeated(call)(call.args[:3])
@@ -73,7 +77,7 @@ def test_launches_what_triton_launches(stub: StubDriver) -> None:
 
 
 def test_each_launch_uses_its_own_tensors(stub: StubDriver) -> None:
-    """One launch may have the same tensor as two operands, and the next launch two different tensors.
+    """Each launch uses the operands it is given, also if a tensor is two operands of one launch and not of the next.
 
     An argument of the call that is not among the operands stays the same at each launch.
     """
@@ -89,9 +93,9 @@ def test_each_launch_uses_its_own_tensors(stub: StubDriver) -> None:
 
 @pytest.mark.parametrize(("sm_margin", "programs"), [(0, 3), (1, 3), (106, 2), (107, 1), (108, 1), (200, 1)])
 def test_a_margin_of_multiprocessors_makes_the_grid_smaller(sm_margin: int, programs: int, stub: StubDriver) -> None:
-    """The grid has at most one block for each of the 108 multiprocessors that the margin leaves, and at least one.
+    """With a margin, the grid has at most one block for each multiprocessor that the margin leaves, and at least one.
 
-    Without a margin there is no limit.
+    The stub has 108 multiprocessors. Without a margin there is no limit.
     """
     stub.launched, call = [], call_with()
     stub.properties |= {"max_num_regs": 0}
@@ -124,7 +128,10 @@ def test_how_many_blocks_a_multiprocessor_holds(changed: dict[str, int], residen
 
 
 def test_programs_count_on_a_counter_of_their_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter is 0 at each launch. Launches that may overlap (streams, captured graphs) have separate counters."""
+    """The counter from which programs take work is 0 at each launch.
+
+    Launches that may overlap, on several streams or in captured graphs, have separate counters.
+    """
     stub.launched, counters, call = [], [], call_with()
     monkeypatch.setattr("ringattn.kernels.launch._counters", {})
     repeat = Kept().repeat(call._replace(counter=call.args[2]), call.args[:2])
@@ -145,7 +152,7 @@ def test_nothing_is_launched_for_an_empty_grid(stub: StubDriver) -> None:
 
 
 def test_each_launch_allocates_separate_memory(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch allocates the memory of each launch and frees it after the launch.
+    """Torch allocates the scratch memory of each launch, and frees it after the launch.
 
     So two graphs captured on one stream do not share memory, and the memory of a graph is freed with the graph.
     """
@@ -188,7 +195,10 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_kernel_that_needs_memory_gets_torchs_in_every_thread(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton keeps its allocator in a context variable, so each launch must set it: autograd uses a separate thread."""
+    """A kernel that needs scratch memory gets it from torch in every thread, such as autograd's.
+
+    Triton keeps its allocator in a context variable, which is not set in other threads. So each launch must set it.
+    """
     seen, call, kept = allocators(monkeypatch), call_with(), Kept()
     handle = kept.compile(call)
     for scratch in (256, 0):
@@ -266,7 +276,7 @@ def test_a_known_call_is_not_compiled_again(stub: StubDriver, monkeypatch: pytes
 
 
 def test_there_are_no_more_handles_than_kernels(stub: StubDriver) -> None:
-    """Integers that Triton does not distinguish share a handle, which still launches with each value."""
+    """Calls with integers that Triton does not distinguish share a handle. It launches with the value of each call."""
     kept, stub.launched, kernels = Kept(), [], set()
     for scale in (16, 32, -48, 1, 2, 3, -7, 1 << 40, 3 << 40, 0):
         call = call_with(scale=scale)

@@ -1,7 +1,7 @@
-"""Models of transformers can be imported in the root of the repository, although it has a folder `kernels/`.
+"""Transformers' models can be imported in the root of the repository, although it has a folder `kernels/`.
 
-Transformers imports the Hub's package `kernels` if it is installed. The tests run with such a package and without it;
-`tests/test_repository.py` explains why the folder has no `__init__.py`.
+Transformers imports Hugging Face's package `kernels` if it is installed. The tests run with such a package and without
+it. `tests/test_repository.py` explains why the folder has no `__init__.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def __getattr__(name):
 
 
 def from_root(*installed: Path) -> list[str]:
-    """Return whether transformers considers `kernels` usable, the file of that package, and that of a local module."""
+    """Import a model in the root of the repository, with the folders `installed` on the path.
+
+    Return whether transformers considers the package `kernels` usable, the file of that package, and the file of a
+    module of ringattn's `kernels/`.
+    """
     path = os.pathsep.join(map(str, (ROOT, *installed)))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORT_A_MODEL, *map(str, installed)],
@@ -64,7 +68,7 @@ def test_without_the_package() -> None:
 
 @pytest.mark.slow
 def test_with_a_package_of_the_version_that_transformers_needs(tmp_path: Path) -> None:
-    """Transformers uses the installed package, which is a stand-in that has every name that is imported from it."""
+    """Transformers uses the installed package. Here it is a stand-in that has every name that is imported from it."""
     from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
     (tmp_path / "kernels").mkdir()

@@ -1,7 +1,7 @@
-"""The performance gate without a GPU: it reads machine code and detects a kernel that became slower.
+"""The performance gate reads machine code correctly, and detects kernels whose inner loops have more instructions.
 
 `test_compile_gate.py` and `test_compile_gate_rows.py` compile the kernels and compare each with its row of the table.
-The tests here check the reading and the comparison, with listings and rows that are written for the tests.
+The tests here check how machine code is read and rows are compared, with listings and rows that are made up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSIONS = "3.6.0", "3.7.1"
 
 
 def listing(text: str) -> str:
-    """Return a listing as nvdisasm prints it: `*` starts a label."""
+    """Return a listing in the format of nvdisasm. In `text`, a line that starts with `*` is a label."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return "\n".join(
         f"{line[1:]}:" if line.startswith("*") else f"        /*{16 * number:04x}*/  {line} ;"
@@ -90,7 +90,7 @@ def spills(some: Sequence[sass.Instruction]) -> int:
 
 
 def test_nested_loops_are_distinguished() -> None:
-    """Only the inner loop counts, not the code around it, loops without products or unreachable code."""
+    """`product_loops` returns only the inner loop, not outer loops, loops without products or unreachable code."""
     (loop,) = sass.product_loops(listing(NESTED))
     assert names(loop.least) == names(loop.most) == ["HGMMA", "LDL", "BRA"]
     assert spills(loop.body) == 1 and spills(sass.instructions(listing(NESTED))) == 6
@@ -108,7 +108,10 @@ def test_of_a_kernel_without_matrix_units_the_loops_that_multiply() -> None:
 
 
 def test_with_and_without_the_mask() -> None:
-    """The wait after the exit belongs to the loop, but is not on its path if the wait succeeds."""
+    """A loop's shortest path skips the mask, and its longest path includes it.
+
+    A retry of a wait, whose code is after the exit, belongs to the loop, but is on neither path.
+    """
     (loop,) = sass.product_loops(listing(MASKED))
     assert names(loop.least) == ["SYNCS", "BRA", "HGMMA", "BRA", "MUFU", "F2FP", "BRA"]
     assert names(loop.most) == ["SYNCS", "BRA", "HGMMA", "BRA", "ISETP", "FSEL", "FSEL", "MUFU", "F2FP", "BRA"]
@@ -116,7 +119,10 @@ def test_with_and_without_the_mask() -> None:
 
 
 def test_the_parts_of_a_split_kernel_have_loops_of_their_own() -> None:
-    """The code of each part follows the exit of the part before, and a jump through a table leads to it."""
+    """The loops of each partition of a warp-specialized kernel are found.
+
+    The code of each partition follows the exit of the previous one, and a jump through a table leads to it.
+    """
     assert [len(loop.least) for loop in sass.product_loops(listing(SPLIT))] == [2, 3]
     blind = SPLIT.replace('(*"BRANCH_TARGETS .L_one,.L_two"*)', "")
     assert [len(loop.least) for loop in sass.product_loops(listing(blind))] == [2, 3]
@@ -145,7 +151,7 @@ def test_classes() -> None:
 
 
 def test_encodings_are_read() -> None:
-    """An encoding may be printed next to an instruction or below it."""
+    """Instructions are read if their encoding is printed next to them or below them."""
     code = """
         /*0000*/                   MUFU.EX2 R1, R2 ;      /* 0x0000000200017308 */
                                                           /* 0x000e640000000800 */
@@ -198,7 +204,7 @@ def test_the_margin() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tables_are_whole(version: str) -> None:
-    """The tables have exactly the cases. Kernels with half-precision products have a loop without spills."""
+    """The tables have exactly the cases. The attention kernels have loops over matrix products, which do not spill."""
     assert tuple(loops.table("attention", version)) == cases.COUNTED
     assert tuple(loops.table("rows", version)) == row_cases.COUNTED
     for name, row in loops.table("attention", version).items():

@@ -1,8 +1,9 @@
-"""The cases of the compile gate: each entry of the block-size tables, through the library's launch functions.
+"""The cases of the compile gate: one for each entry of the block-size tables, compiled by the library's launch
+functions.
 
 Guarantees: a case is a name such as `sm_90/half/128/descriptors/forward`, followed by a variant of the call if there is
 one. `call_of` returns the launch of a case with small tensors on the CPU. If the name has no variant, the call has the
-arguments with which the engine can end a pass.
+arguments of an engine's last step in a pass, which writes the result.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ringattn.kernels.launch import FORMS, PLACES, POSITIONS, LaunchCall, Table
 DTYPES = {"half": torch.bfloat16, "single": torch.float32}
 KERNELS = ("forward", "grad_q", "grad_kv", "grad_fused")
 WIDE_KEYS = {"wide_keys": 192}
-"""The key dimension of each variant, with values of 128; these calls use the entries for 256."""
+"""For each variant with wide keys, the dimension of a key. Values have 128, and the calls use the entries for 256."""
 
 DROPOUT = {"dropout": 4, "apart": 1}
-"""The number of keys that share a random draw, by variant."""
+"""For each variant with dropout, the number of adjacent keys that share a call of the random generator."""
 
 
 def arch_of(name: str) -> int:
@@ -33,7 +34,7 @@ def arch_of(name: str) -> int:
 
 
 def _entries() -> list[str]:
-    """Return the cases of all kernels for every entry of the tables, each in the form of its entry."""
+    """Return a case for each kernel and each entry of the tables that has a form of its own for this kernel."""
     names = []
     for arch in ARCHITECTURES:
         for precision, dtype in DTYPES.items():
@@ -49,7 +50,7 @@ def _entries() -> list[str]:
 
 
 def _variants() -> list[str]:
-    """Return the cases of calls with options, for one architecture of each kind."""
+    """Return the cases of calls with options such as a softcap, for one architecture of each generation."""
     forms = {80: "pointers", 90: "descriptors", 100: "descriptors"}
     of_128 = (
         "forward/softcap", "forward/sinks", "grad_q/softcap", "grad_kv/softcap",
@@ -71,9 +72,9 @@ ENTRIES = (*ATTENTION, *GLUON)
 
 
 def _tested(name: str) -> bool:
-    """Return whether the tests compile the case; `renew` compiles every case.
+    """Return whether the tests compile the case. (`renew` compiles every case.)
 
-    They compile half precision on one architecture of each kind, and float32 and variants on sm_90.
+    The tests compile half precision on one architecture of each generation, and float32 and variants on sm_90.
     """
     _, precision, _, _, _, *variant = name.split("/")
     return arch_of(name) in ((80, 90, 100) if precision == "half" and not variant else (90,))
@@ -83,9 +84,10 @@ TESTED = tuple(name for name in ENTRIES if _tested(name))
 
 
 def _counted(name: str) -> bool:
-    """Return whether the inner loops of the case are counted.
+    """Return whether the instructions in the inner loops of the case are counted.
 
-    These are all forms of half precision on sm_90, and the default forms of sm_80 and sm_100 up to dimension 128.
+    They are counted for all forms of half precision on sm_90, and for the default forms of sm_80 and sm_100 up to
+    dimension 128.
     """
     arch, precision, width, form, _, *variant = name.split("/")
     elsewhere = (arch, form) in (("sm_80", "pointers"), ("sm_100", "descriptors")) and width != "256"
@@ -93,7 +95,7 @@ def _counted(name: str) -> bool:
 
 
 COUNTED = tuple(name for name in ENTRIES if _counted(name))
-"""The cases whose inner loops are in a table."""
+"""The cases whose inner loops are in the table of instruction counts (`loops.py`)."""
 
 
 def call_of(name: str) -> LaunchCall:

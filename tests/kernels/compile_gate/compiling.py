@@ -35,13 +35,14 @@ RANKED = ("UTC", "HGMMA", "HMMA", "FFMA")
 
 
 class Found(NamedTuple):
-    """The findings for a compiled kernel. `matrix`: the strongest unit that multiplies its matrices, "" for none.
+    """What the machine code of a compiled kernel shows.
 
-    `spills`: instructions that store registers to memory or load them back; `loop_spills`: those in the innermost loops
-    that multiply matrices, which run for every block of keys or queries. `bulk_loads`: instructions that load through a
-    tensor descriptor (UTMALDG). `handovers`: transfers of registers between groups of warps (USETMAXREG), which only
-    kernels with several roles have. `row`: the row of the table of inner loops, for cases in that table. `gluon`: the
-    facts of `gluon_code`, for Gluon's kernels.
+    `matrix`: the most powerful unit that multiplies its matrices, "" for none. `spills`: the number of instructions
+    that store registers to memory or load them back; `loop_spills`: those in the innermost loops that multiply
+    matrices, which run for every block of keys or queries. `bulk_loads`: the instructions that load through a tensor
+    descriptor (UTMALDG). `handovers`: the transfers of registers between warp groups (USETMAXREG), which only
+    warp-specialized kernels have. `row`: the row of the table of inner loops, for cases in that table. `gluon`: the
+    facts that `gluon_code.read` returns, for Gluon kernels.
     """
 
     registers: int
@@ -76,7 +77,10 @@ def compiled(name: str) -> Found:
 
 
 class Gate(NamedTuple):
-    """A set of cases. `kind`: one of `loops.KINDS`. `counted`: the cases whose inner loops are in a table."""
+    """A set of cases, and how to compile one. `kind`: one of `loops.KINDS`, which names the table of inner loops.
+
+    `counted`: the cases in that table.
+    """
 
     kind: str
     golden: Path
@@ -86,7 +90,10 @@ class Gate(NamedTuple):
 
 
 def all_compiled(names: Sequence[str], gate: Gate) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """Yield (name, the finding as a dict or the reason why it is missing), in the order in which the children end."""
+    """Compile the cases in child processes. Yield pairs of a name and what was found, in the order of completion.
+
+    What was found is a `Found` (or `FoundRows`) as a dict, or a text with the reason why there is none.
+    """
     waiting, running = list(names), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
@@ -101,7 +108,10 @@ def all_compiled(names: Sequence[str], gate: Gate) -> Iterator[tuple[str, dict[s
 
 
 def _forked(name: str, output: Path, gate: Gate) -> int:
-    """Fork a child that compiles a case and writes to the file `output`, with the finding as the last line."""
+    """Fork a child that compiles a case, and return its process id.
+
+    All output of the child goes to the file `output`. If it succeeds, the last line is what was found, as JSON.
+    """
     child = os.fork()
     if child:
         return child
@@ -122,7 +132,7 @@ def golden_tables(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def renew(parts: Sequence[str], gate: Gate) -> None:
-    """Compile every case, or those with one of `parts` in their names, and write the tables."""
+    """Compile every case, or only those with one of `parts` in their names, and write the tables."""
     counted = list(parts) == ["counted"]
     names = gate.counted if counted else [x for x in gate.cases if not parts or any(part in x for part in parts)]
     findings = golden_tables(gate.golden).get(triton.__version__, {})

@@ -1,4 +1,4 @@
-"""Requirements for the machine code of the Gluon kernels, in addition to those of the compile gate."""
+"""What the machine code of the Gluon kernels must satisfy, in addition to the rules of the compile gate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ringattn.bench.sass import product_loops
 OPCODES = ("HGMMA", "HMMA", "UTMALDG", "USETMAXREG", "SYNCS")
 STEPS = {"HGMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "SYNCS.ARRIVE": "!"}
 ORDER = {"forward": "H+W!e{64,}W!", "grad_kv": "H+We{32}H+WH+WW!", "grad_q": "H+We{64}WH+W!"}
-"""Products, waits for them, exponentials and the arrival at a barrier, in the order of each loop."""
+"""For each kernel, a regular expression for the steps of its loops, in order. `STEPS` has the letter of each step: a
+product, a wait for products, an exponential, an arrival at a barrier."""
 
 
 def read(code: KernelCode) -> dict[str, Any]:
-    """Return the facts that `gluon_faults` checks, as JSON values."""
+    """Return the facts about a compiled kernel that `gluon_faults` checks, as JSON values."""
     opcodes = Counter(re.findall(rf"\b({'|'.join(OPCODES)})\b", code.listing))
     loops = product_loops(code.listing)
     return {
@@ -31,14 +32,14 @@ def read(code: KernelCode) -> dict[str, Any]:
 def gluon_faults(name: str, registers: int, facts: dict[str, Any]) -> list[str]:
     """Return what is wrong with the machine code of a case, for example `sm_90/half/128/gluon/forward`.
 
-    Warpgroups must transfer registers, load rows by TMA, issue exactly the products of the algorithm, and overlap each
-    softmax except the first with a product.
+    The kernel must move registers between warp groups, load rows by TMA, issue exactly the products of the algorithm,
+    and overlap each softmax except the first with a product.
     """
     dim, kernel = int(name.split("/")[2]), name.split("/")[4]
     forward, opcodes = kernel == "forward", facts["opcodes"]
     products = 2 * 3 * (dim // 16 + 128 // 16) if forward else 4 * (2 * dim + 128) // 16
-    # Forward has two copies of the K/V loop, whose first iteration also loads Q. Backward loads four operands. A load
-    # has 64 columns.
+    # The forward kernel has two copies of the K/V loop, whose first iteration also loads Q. A backward kernel loads
+    # four operands. One load instruction has 64 columns.
     loads = (3 if forward else 4) * dim // 64
     rules = {
         f"{facts['threads']} threads with {registers} registers": (facts["threads"], registers) == (384, 168),
@@ -60,8 +61,8 @@ def _step(opcode: str) -> str:
 def hasty_arrivals(code: str) -> int:
     """Count the arrivals at an mbarrier that come before all threads of the group have synchronised.
 
-    After a wait for products all threads of a group must synchronise before they arrive. After writes to shared memory
-    the producer's single warp must do so.
+    After a wait for products, all threads of a warp group must synchronise (`bar.sync`) before they arrive. After a
+    write to shared memory, it is enough that the threads of the producer's only warp do (`bar.warp.sync`).
     """
     hasty, apart = 0, ""
     for step in re.findall(r"wgmma\.wait_group|\bbar\.sync|bar\.warp\.sync|st\.shared|mbarrier\.arrive\.shared", code):

@@ -1,10 +1,10 @@
-"""The instruction counts of the kernels' inner loops, in tables that a changed kernel must not exceed.
+"""The instruction counts of the kernels' inner loops, in tables from which a changed kernel must not differ.
 
-The tables are `golden_loops/KIND-VERSION.json`, for the attention kernels and the row kernels and for each tested
+There is a table `golden_loops/KIND-VERSION.json` for each kind of kernels (attention, rows) and each tested version of
 Triton. A documentation page shows the tables of the version that GPU machines have. `compiling renew` and `row_cases
 renew` write the tables. A row has registers, shared memory, resident thread blocks, spills inside and outside the
 innermost loops over matrix products, and for each such loop the instructions of the shortest and of the longest path
-through it, by class. For a kernel without such a loop it has the instructions of the whole kernel.
+through it, by class. For a kernel without such a loop, the row has the instructions of the whole kernel.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TABLES = Path(__file__).with_name("golden_loops")
 PAGE = ROOT / "docs" / "internals" / "kernel-counts.md"
 PAGE_OF = "3.6.0"
 MARGIN, FEW = 0.03, 4
-"""A count may differ by this fraction, or by FEW instructions if the fraction is smaller."""
+"""A count may differ from the table by the fraction `MARGIN`, or by `FEW` instructions if that is more."""
 
 KINDS = ("attention", "rows")
 Row = dict[str, Any]
 
 
 def row_of(code: KernelCode, arch: int) -> Row:
-    """Return the row of a compiled kernel."""
+    """Return the row of the table for a kernel compiled for the architecture `arch`."""
     loops = sass.product_loops(code.listing)
     spills = sum(count.spills for count in sass.instructions(code.listing))
     inside = sum(count.spills for loop in loops for count in loop.body)
@@ -46,7 +46,11 @@ def row_of(code: KernelCode, arch: int) -> Row:
 
 
 def worse(row: Row, kept: Row) -> list[str]:
-    """Return how a kernel differs from its row in the table by more than the margin, for better or for worse."""
+    """Return how a kernel's row differs from the row `kept` in the table.
+
+    More spills and fewer resident blocks count, and instruction counts that differ in either direction by more than the
+    margin.
+    """
     wrong = []
     for part in ("spills_inside", "spills_outside"):
         if row[part] > kept[part]:
@@ -65,13 +69,13 @@ def worse(row: Row, kept: Row) -> list[str]:
 
 
 def table(kind: str, version: str) -> dict[str, Row]:
-    """Return the table of one of `KINDS`; empty if that Triton version was not tested."""
+    """Return the table of one of `KINDS` for a version of Triton, or an empty dict if the version was not tested."""
     file = TABLES / f"{kind}-{version}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def renew(kind: str, version: str, rows: Mapping[str, Row], names: Iterable[str]) -> None:
-    """Write the rows to a table, reduced to `names`, and write the page."""
+    """Replace these rows in a table, drop rows that are not in `names`, and write the page."""
     kept = table(kind, version) | dict(rows)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in names if name in kept)
     TABLES.mkdir(exist_ok=True)
@@ -80,7 +84,7 @@ def renew(kind: str, version: str, rows: Mapping[str, Row], names: Iterable[str]
 
 
 def page() -> str:
-    """Return the tables as Markdown: a line for each path through each loop."""
+    """Return the tables as a Markdown page with a line for each path through each loop."""
     head = ("case", "loop", *sass.CLASSES, "all", "registers", "spills in / out", "shared KiB", "blocks per SM")
     lines = [
         "# What the kernels' inner loops are made of",

@@ -31,15 +31,16 @@ from tests.kernels.compile_gate.compiling import MATRIX, RANKED, Gate, main
 GOLDEN = Path(__file__).with_name("golden_rows")
 MODEL = 256
 ORDINARY = 64, 4
-"""The tokens and heads of the call that is compiled."""
+"""The numbers of tokens and heads of the call that is compiled."""
 
 
 class FoundRows(NamedTuple):
-    """The findings for a compiled kernel. `matrix`: the strongest unit that multiplies its matrices, "" for none.
+    """What the machine code of a compiled kernel shows.
 
-    `loop_spills`: the spills in the innermost loops with products, which run for every block. `loads`, `stores`: the
-    numbers of instructions of a thread for global memory, by their bits. `row`: the row of the table of inner loops,
-    for cases in that table.
+    `matrix`: the most powerful unit that multiplies its matrices, "" for none. `loop_spills`: the spills in the
+    innermost loops with products, which run for every block. `loads`, `stores`: how many instructions access global
+    memory, by the bits that one instruction moves for a thread. `row`: the row of the table of inner loops, for cases
+    in that table.
     """
 
     registers: int
@@ -73,18 +74,21 @@ COUNTED = tuple(
     for name in CASES
     if name.startswith("sm_90") and name.endswith(("/neox,norm,bias,rows,two", "/128/neox,norm,two"))
 )
-"""The cases whose inner loops are in a table: the fused projection, and the epilogue after cuBLAS."""
+"""The cases in the table of inner loops: the fused projection, and the epilogue after cuBLAS."""
 
 
 class Call:
-    """The tensors of a call over `tokens` tokens, one batch row and `heads` heads of `dim` elements."""
+    """The launches of one case, with tensors of `tokens` tokens, batch 1 and `heads` heads of `dim` elements.
+
+    `what`: the options in the case's name. Each kernel has the method of its name, which returns the launch.
+    """
 
     def __init__(self, tokens: int, heads: int, dim: int, what: frozenset[str]) -> None:
         self.tokens, self.heads, self.dim, self.what = tokens, heads, dim, what
         self.dtype = torch.float32 if "single" in what else torch.bfloat16
 
     def described(self, kernel: str) -> LaunchCall:
-        """Return the launch of the kernel with the name `kernel`."""
+        """Return the launch of the kernel with this name."""
         call: LaunchCall = getattr(self, kernel)()
         return call
 
@@ -122,7 +126,9 @@ class Call:
         return restore_call(*self._eight_bits(), self._rows())
 
     def _finish(self) -> Finish:
-        """Return destinations for K and V that are adjacent in a message, or for all heads of a token in a row."""
+        """Return the epilogue's parameters. Its outputs are K and V, adjacent in a message's records, if the case has
+        the option "two"; otherwise one tensor with all heads of a token in a row.
+        """
         record = torch.zeros(1, self.tokens, self.heads, 2 * self.dim, dtype=self.dtype)
         k, v = record.split(self.dim, 3)
         places = (k, v) if "two" in self.what else (record.view(1, self.tokens, -1, self.dim), None)
@@ -145,7 +151,7 @@ class Call:
 
 
 def call_of(name: str, tokens: int, heads: int) -> LaunchCall:
-    """Return a launch of the case."""
+    """Return the launch of the case `name` with this many tokens and heads."""
     _, kernel, dim, what = name.split("/")
     return Call(tokens, heads, int(dim), frozenset(what.split(","))).described(kernel)
 
@@ -169,7 +175,7 @@ def compiled(name: str) -> FoundRows:
 
 
 def widths(opcode: str, code: str) -> dict[str, int]:
-    """Count the instructions of `opcode` by their width in bits: LDG.E.U16 has 16, LDG.E.128 has 128, LDG.E has 32."""
+    """Count the instructions of `opcode` by their width in bits: 16 for LDG.E.U16, 128 for LDG.E.128, 32 for LDG.E."""
     counts: Counter[int] = Counter()
     for suffixes in re.findall(rf"\b{opcode}((?:\.\w+)+)", code):
         bits_named = [int(bits) for bits in re.findall(r"\.[US]?(8|16|64|128|256)\b", suffixes)]

@@ -1,6 +1,6 @@
 """Run the source of the Gluon kernels on the CPU.
 
-Warp groups are threads that run one at a time in a random order, and copies land at random times.
+Warp groups are threads that run one at a time in a random order, and asynchronous copies complete at random times.
 
 Guarantees: a run raises `Fault` if a GPU would hang, read a buffer or descriptor that is being written, write one that
 is being read, or use a product before it was waited for. Memory that was never filled is read as NaN. Barriers count
@@ -38,15 +38,15 @@ MODULES = (
 
 
 class Fault(Exception):
-    """An operation that would make a GPU hang or give wrong numbers."""
+    """The error for an operation with which a GPU would hang or compute wrong numbers."""
 
 
 class Abandoned(Exception):
-    """Raised in the roles of a program in which another role has failed."""
+    """The error that ends the other roles of a program when one role has failed."""
 
 
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier: a phase ends after `count` arrivals, when no more bytes are expected."""
 
     def __init__(self) -> None:
         self.count = self.awaited = self.bytes = self.phase = 0
@@ -74,7 +74,10 @@ class Barriers:
 
 
 class Shared:
-    """Shared memory, or a part of it. `home` identifies the buffer that a copy fills. `step` lets other roles run."""
+    """Shared memory, or a view of a part of it. `home`: the (allocation, index) of the buffer that a copy fills.
+
+    `step` lets other roles run before each access.
+    """
 
     layout = None
 
@@ -101,7 +104,7 @@ class Shared:
 
 
 class Product:
-    """A matrix product in progress."""
+    """An asynchronous matrix product that is in progress until `Program.finish` waits for it."""
 
     def __init__(self, a: Any, b: Shared, acc: Any) -> None:
         self.a, self.b, self.acc = a, b, acc
@@ -114,10 +117,10 @@ class Product:
 
 
 class Load(NamedTuple):
-    """A copy in progress, of the rows from `first_row` on.
+    """An asynchronous copy in progress, of rows from `first_row` on, through the descriptor `described`.
 
-    It can land as soon as the program has taken `due` turns (each runs one role or lands one copy), or if all roles
-    wait.
+    It may complete once the program has made `due` scheduling steps (each resumes one role or completes one copy), or
+    earlier if all roles wait.
     """
 
     described: Any
@@ -129,7 +132,7 @@ class Load(NamedTuple):
 
 
 class Role:
-    """A partition of a program, as a thread. Only one role runs at a time."""
+    """One warp-specialized partition of a program (a warp group), run by a thread. Only one role runs at a time."""
 
     def __init__(self, program: Program, work: Callable[..., None], args: Sequence[Any], speed: int) -> None:
         self.go, self.done, self.speed = threading.Semaphore(0), False, speed
@@ -154,7 +157,10 @@ class Role:
 
 
 class Program:
-    """A program of the grid: its shared memory, the operations in progress, and the role that may run."""
+    """A program (thread block) of the grid: its shared memory, the operations in progress, and its roles.
+
+    `current` is the role that may run. A turn is a scheduling step: it resumes one role or completes one copy.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random, self.back, self.failed = Random(seed), threading.Semaphore(0), False
@@ -172,13 +178,17 @@ class Program:
             self.barriers += buffers.members
             return buffers if len(shape) > 1 else buffers.members[0]
         self.memories += 1
-        # An int32 that was never filled is an index far before the start of any table.
+        # Unfilled float memory is NaN. An unfilled int32 is an index far before the start of any table.
         fill = -(1 << 30) if dtype == np.int32 else np.nan
         return Shared(np.full(shape, fill, dtype), (self.memories, 0), self.step)
 
     def specialize(self, parts: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
-        """Run all partitions to their ends."""
-        # Some groups of warps are much slower than others, so that the fast ones get as far ahead as the buffers allow.
+        """Run each of `parts`, pairs of a function and its arguments, as a role, until all roles have ended.
+
+        Raises `Fault` if the roles hang, or the error of the role that failed.
+        """
+        # A role's speed is the weight with which it is chosen. With different speeds, fast roles get as far ahead as
+        # the buffers allow.
         self.roles = [Role(self, work, args, self.random.choice((1, 1, 20))) for work, args in parts]
         while True:
             self.turns += 1
@@ -203,7 +213,7 @@ class Program:
             raise Fault("the program ends within a phase")
 
     def step(self, blocked: Callable[[], bool] = lambda: False) -> None:
-        """Let other roles run, and continue when `blocked` is false."""
+        """Suspend the current role, so that others may run. It continues some time after `blocked()` is false."""
         role = self.current
         assert role
         role.blocked = blocked
@@ -224,7 +234,10 @@ class Program:
         barrier.arrive(1, count)
 
     def describe(self, first: Pointer, shape: Any, strides: Any, box: Any, layout: Any) -> Any:
-        """Make a descriptor. All descriptors that the same line of code makes are in the same memory."""
+        """Make a tensor descriptor. All descriptors that the same line of code makes use the same memory.
+
+        Raises `Fault` if a load still reads the previous one, or if the tensor does not meet TMA's requirements.
+        """
         self.step()
         frame, line = sys._getframe(1), []
         while frame and frame.f_code.co_name != "_run":
@@ -271,7 +284,7 @@ class Program:
         return product
 
     def finish(self, outstanding: int, deps: Sequence[Product]) -> Value:
-        """Wait until at most `outstanding` products of the role are in progress; return the product in `deps`."""
+        """Wait until at most `outstanding` products of the role are in progress. Return the product in `deps`."""
         self.step()
         assert self.current
         products = self.current.products
@@ -286,9 +299,10 @@ class Program:
 
 
 class Taking:
-    """The counter from which the programs of a grid take `total` items in all.
+    """The counter from which the programs of a grid take work items, `total` in all.
 
-    Programs run one after another here. To imitate concurrent programs, each skips items, which later programs take.
+    Programs run one after another here. To imitate concurrent programs, each program skips some items, which later
+    programs take.
     """
 
     def __init__(self, counter: Tensor, total: int, programs: int, seed: int) -> None:
@@ -296,7 +310,8 @@ class Taking:
         self.place, self.last, self.total = -1, -1, total
         if counter.item():
             raise Fault("the counter is not 0 before a launch")
-        # The counter starts above 0, because the program that takes the last item must reset it.
+        # The counter is made nonzero, so that `finish` detects if the program that takes the last item does not reset
+        # it.
         counter.fill_(total > 0)
 
     def take(self, place: int) -> Value:
@@ -325,7 +340,10 @@ def loaded(
     place: Callable[[], tuple[int, int]],
     taking: Callable[[], Taking],
 ) -> dict[str, ModuleType]:
-    """Load the kernel modules for the simulation, with the text `edit` (old, new) replaced everywhere."""
+    """Load the kernel modules for the simulation, after replacing the text `edit[0]` by `edit[1]` in their sources.
+
+    `program` returns the program that runs, `place` its index and the number of programs, `taking` the counter.
+    """
     gl = language()
     gl.program_id, gl.num_programs = lambda axis: value(place()[0]), lambda axis: value(place()[1])
     gl.atomic_add = lambda where, by, sem: taking().take(place()[0])
@@ -361,7 +379,7 @@ def loaded(
 
 
 def simulate(call: LaunchCall, seed: int, edit: tuple[str, str] = ("", "")) -> None:
-    """Run a launch of a Gluon kernel. `edit`: a replacement (old, new) in the kernels' sources."""
+    """Run a launch of a Gluon kernel, in an order drawn from `seed`. `edit`: a replacement (old, new) in its source."""
     now: dict[str, Any] = {}
     modules = loaded(edit, lambda: now["program"], lambda: now["place"], lambda: now["taking"])
     name = call.kernel.fn.__name__

@@ -1,4 +1,4 @@
-"""The computing part of Gluon's language on NumPy: values, pointers, loads and stores, for the simulated Hopper.
+"""Gluon's values, pointers, arithmetic, loads and stores, computed by NumPy for the simulated Hopper GPU.
 
 Guarantees: integer division rounds towards zero, as on the GPU; a load or store outside the pointer's tensor raises.
 Layouts are ignored, and bfloat16 is not supported.
@@ -39,7 +39,7 @@ def value(x: Any, dtype: Any = None) -> Value:
 
 
 class Pointer:
-    """Addresses in the memory of a tensor."""
+    """A pointer, or an array of pointers, into the storage of a tensor: `at` are indices into `memory`."""
 
     def __init__(self, memory: np.ndarray, index: Any) -> None:
         self.memory, self.at = memory, np.asarray(index, np.int64)
@@ -49,9 +49,9 @@ class Pointer:
         return Pointer(self.memory, self.at + np.asarray(by, np.int64))
 
     def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices, 0 where masked, and the mask, both in full shape.
+        """Return the indices that are accessed and the mask, broadcast to one shape. A masked-out index is 0.
 
-        Raises IndexError if an index is outside the memory.
+        Raises IndexError if an index that is not masked out is outside the memory.
         """
         index, live = np.broadcast_arrays(self.at, True if mask is None else np.asarray(mask))
         index = np.where(live, index, 0)
@@ -61,7 +61,7 @@ class Pointer:
 
 
 def pointer(tensor: Tensor) -> Pointer:
-    """Return a pointer to the first element of a tensor, in the memory of its whole storage."""
+    """Return a pointer to the first element of a tensor. It may reach all elements of the tensor's storage."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
     return Pointer(whole.numpy(), tensor.storage_offset())
 
@@ -90,7 +90,7 @@ def expand_dims(x: Any, axis: int) -> Any:
 
 
 def counted(*bounds: Any) -> Iterator[Value]:
-    """Return the numbers of a `range`, each as a `Value`."""
+    """Return an iterator over the numbers of `range(*bounds)`, each as a `Value`."""
     return (value(i) for i in builtins.range(*(int(bound) for bound in bounds)))
 
 
@@ -111,7 +111,7 @@ def _layout(*_: Any, **__: Any) -> None:
 
 
 def language() -> SimpleNamespace:
-    """Return the stand-ins for `gluon.language` and `triton.language`."""
+    """Return a module-like object that stands in for both `gluon.language` and `triton.language`."""
 
     def full(shape: Sequence[int], x: float, dtype: Any, layout: Any = None) -> Value:
         return value(np.full(shape, x, dtype))

@@ -1,6 +1,6 @@
-"""The backward kernels in the interpreter, launch by launch, against dense attention in float64.
+"""Backward kernels, run launch by launch in Triton's interpreter, agree with dense attention in float64.
 
-The file is collected by name, like kernel_cases.py.
+pytest collects the file only by its name, as for kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Seeds = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Grads(NamedTuple):
-    """Gradients in separate guarded memory."""
+    """Gradients in separate memory with guarded margins."""
 
     dq: Tensor
     dk: Tensor
@@ -70,7 +70,7 @@ def grads_of(inputs: Inputs, fill: float = 0.0) -> Grads:
 
 
 def backward_operands(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
-    """Return q, k, v, dout, lse, delta, the operands of the backward launches."""
+    """Return (q, k, v, dout, lse, delta), the operands of the backward launches."""
     lse, delta = (inputs.memory.per_row(Q_ROWS, HEADS) for _ in range(2))
     lse.copy_(reference["lse"]), delta.copy_(reference["delta"])
     return inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta
@@ -80,7 +80,7 @@ def backward_operands(inputs: Inputs, reference: dict[str, Tensor]) -> Seeds:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pairs", [MANY, WINDOW], ids=["many", "window"])
 def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> None:
-    """Two launches add dQ and dK, dV to sums that start at 1, with a softcap and odd head dimensions."""
+    """One launch adds dQ, and another dK and dV, to sums that start at 1, with a softcap and odd head dimensions."""
     inputs = Inputs(pairs, dtype, 24, 40)
     reference, grads, config = inputs.reference(softcap=0.7), grads_of(inputs, fill=1.0), config_of(form)
     operands = backward_operands(inputs, reference)
@@ -93,9 +93,9 @@ def test_gradients_are_right(pairs: Pairs, dtype: torch.dtype, form: str) -> Non
 
 
 def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results are added to ones, so an item that is processed twice or left out changes them.
+    """The results are added to tensors of ones, so a work item that is processed twice or left out changes them.
 
-    The tables have ten heads, some of which are idle.
+    The tables have work items for more heads than there are, so some items are idle.
     """
     inputs, config, results = Inputs(ONE, torch.float32, batches=2), config_of("pointers", 32, 32), []
     queries, keys, operands = by_query(ONE, config), by_key(ONE, config), backward_operands(inputs, inputs.reference())
@@ -118,9 +118,9 @@ def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_dq_follows_the_flags_of_its_blocks(form: str) -> None:
-    """A FIRST launch on NaN and a LAST launch give the same bits as two launches without flags that start at 0.
+    """A FIRST launch on NaN and then a LAST launch give the same bits as two launches without flags that start at 0.
 
-    Each of the two launches has half of the runs of keys. A single launch that is FIRST and LAST is right as well.
+    Each of the two launches has half of the ranges of keys. A single launch that is FIRST and LAST is right as well.
     """
     inputs, config = Inputs(MANY, torch.float16), config_of(form)
     plain, flagged, once = grads_of(inputs), grads_of(inputs, fill=NAN), grads_of(inputs, fill=NAN)
@@ -141,7 +141,7 @@ def test_dq_follows_the_flags_of_its_blocks(form: str) -> None:
 
 
 class KeyGrads(NamedTuple):
-    """dK and dV: the float32 sums and the results, in separate guarded memory."""
+    """dK and dV, as float32 sums and as results in the input dtype, in separate memory with guarded margins."""
 
     sums: tuple[Tensor, Tensor]
     results: tuple[Tensor, Tensor]
@@ -156,7 +156,7 @@ def key_grads_of(inputs: Inputs, fill: float = NAN) -> KeyGrads:
 
 @pytest.mark.parametrize(("form", "fused"), [("pointers", True), ("descriptors", False)])
 def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> None:
-    """FIRST sets the sums, which may be NaN before. LAST writes the result and leaves the sums as they are.
+    """A FIRST launch overwrites the sums, which may be NaN. A LAST launch writes the results and not the sums.
 
     A launch that is FIRST and LAST needs no sums and gives the same bits.
     """
@@ -193,7 +193,7 @@ def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> N
 
 
 def test_key_blocks_without_an_entry_follow_their_flags() -> None:
-    """A FIRST block sets its sums to 0, a LAST block converts its sums, and a block with both flags returns 0."""
+    """A FIRST block sets its sums to 0, a LAST block converts its sums to the result, and with both the result is 0."""
     inputs, config = Inputs(ONE, torch.bfloat16), config_of("pointers")
     operands, grads = backward_operands(inputs, inputs.reference()), key_grads_of(inputs)
     for x in grads.sums:
@@ -211,7 +211,7 @@ def test_key_blocks_without_an_entry_follow_their_flags() -> None:
 
 @pytest.mark.parametrize("rows", [(40, 1, 1), (0, 3, 13), (1, 2, 19)], ids=str)
 def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, int]) -> None:
-    """dK and dV are right for runs of queries with any start and stride.
+    """dK and dV are right for ranges of queries with any start and stride, so their lse and delta are the right ones.
 
     lse and delta are strided views with NaN between their elements.
     """
@@ -225,7 +225,8 @@ def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, i
     inputs.dout[[row for row in range(Q_ROWS) if row not in chosen]] = 0.0
     expected = inputs.reference()
     table = by_key(inputs.pairs, config)
-    # Replace the entries by a strided run of query rows. Query i sees key j if its position is not below the key's.
+    # Replace the entries by a strided range of query rows. A query attends to a key if its position is not below the
+    # key's.
     for block, entry in zip(table.blocks.tolist(), table.entries, strict=True):
         near = first - block[0]
         sees = (near + apart * np.arange(count))[None, :] >= np.arange(block[2])[:, None]
@@ -236,7 +237,7 @@ def test_lse_and_delta_are_read_from_the_rows_of_the_run(rows: tuple[int, int, i
     grad_kv(
         inputs.q, inputs.k, inputs.v, inputs.dout, lse, delta, *grads.sums, table, config, scale=SCALE, group=GROUP
     ).run()
-    # Rows outside the run have a dout of 0 in the reference, so their delta is 0 and they add nothing.
+    # In the reference, rows outside the range have a dout of 0, so their delta is 0 and they add nothing.
     for sums, name in zip(grads.sums, ("dk", "dv"), strict=True):
         close(sums[:48], expected[name][:48], 3e-6)
     inputs.memory.check()
@@ -259,9 +260,9 @@ def test_the_fused_launch_equals_two_launches(pairs: Pairs, form: str) -> None:
 
 
 def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
-    """All logits are far below zero, so a key after the end of the run has an infinite weight.
+    """Memory after the last key of a range does not change dQ.
 
-    The infinite weight must not reach dQ.
+    All logits are far below zero, so a row of zeros after the end would have an infinite weight.
     """
     inputs, config = Inputs(ONE._replace(keys=(Keys(5, 1, 3, 0),)), torch.float32), config_of("pointers")
     inputs.q.copy_(inputs.q.abs() * 40), inputs.k[5:8].copy_(-inputs.k[5:8].abs() * 40)
@@ -275,7 +276,7 @@ def test_a_fused_launch_adds_nothing_for_keys_beyond_a_run() -> None:
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """Such rows have an lse of -inf although their blocks have no mask. No launch may compute NaN from such an lse."""
+    """Rows with an lse of -inf add nothing, also if their blocks have no mask, and cause no NaN."""
     inputs, config = Inputs(pairs, dtype), config_of(form)
     reference, split, fused = silenced(inputs), grads_of(inputs), grads_of(inputs)
     operands, table = backward_operands(inputs, reference), by_key(pairs, config)

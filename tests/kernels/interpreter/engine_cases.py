@@ -1,8 +1,8 @@
-"""The Triton engine in the interpreter: the engine contract, and what the kernels guarantee beyond it.
+"""The Triton engine in Triton's interpreter: the engine contract, and what the kernels guarantee beyond it.
 
-The file is collected by name in a separate process with TRITON_INTERPRET=1 (see tests/kernels/test_interpreted.py),
-because Triton decides on import whether a kernel is interpreted. Blocks are small, so that every scenario has borders,
-tails and diagonals.
+Triton decides on import whether a kernel is interpreted. So tests/kernels/test_interpreted.py passes this file by name
+to a separate pytest process with TRITON_INTERPRET=1. Blocks are small, so that every scenario has borders, incomplete
+blocks and diagonals.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _bfloat16() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vary the heads per section from test to test: the smallest section, some heads, or all heads."""
+    """Vary from test to test how many heads the kernel processes together: the fewest, some, or all heads."""
     gpu = attention_tiles.Gpu(Random(request.node.name).choice((1, 9_000, 1 << 30)), 1)
     monkeypatch.setattr(attention_tiles, "gpu_of", lambda device: gpu)
 
 
 class TestTriton(EngineContract):
-    """All tests of the engine contract. float64 must be refused by name; random tiles run in float32."""
+    """The tests of the engine contract, except that float64 must be refused by name and random tiles are float32."""
 
     places = True
 
@@ -68,7 +68,7 @@ class TestTriton(EngineContract):
 @pytest.mark.parametrize("steps", [2, 4, 8])
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_the_gpu_check_of_more_steps(form: str, steps: int) -> None:
-    """Run the check of tests/gpu/test_kernels.py: a ring of several steps is as exact as a single step."""
+    """The check `ring_errors` of tests/gpu/test_kernels.py passes: several ring steps are as exact as a single step."""
     engine = TritonEngine(SMALL._replace(forward=Config(16, 16, 4, 1, form)))
     errors = kernel_checks.ring_errors(engine, torch.bfloat16, "cpu", 128, 16, steps)
     assert 0 < errors[0] <= 1.25 * errors[1]
@@ -76,7 +76,7 @@ def test_the_gpu_check_of_more_steps(form: str, steps: int) -> None:
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_the_gpu_check_of_a_whole_pass(form: str) -> None:
-    """Run the pass that the GPU tests capture: it has the same bits each time and is correct."""
+    """The pass that the GPU tests capture in a graph has the same bits each time and is correct."""
     config, rows = Config(16, 16, 4, 1, form), kernel_checks.inputs(torch.float16, "cpu", 64, 16)
     engines: list[Engine] = [TritonEngine(Configs(config, config, config)), PlainEngine()]
     works = [
@@ -96,7 +96,7 @@ def test_steep_slopes_are_refused() -> None:
 
 
 def test_offsets_beyond_int32() -> None:
-    """Rows of q, K and V are 2^30 elements apart, so the third cannot be addressed with 32 bits."""
+    """Rows of q, K and V may be 2^30 elements apart; the third row needs an offset of more than 32 bits."""
     q, *kv = (torch.randn(3, 1, 2, 16).half() for _ in range(3))
     shape, strides = q.shape, (1 << 30, 32, 16, 1)
     far = [torch.empty((1 << 31) + 32, dtype=torch.float16).as_strided(shape, strides) for _ in range(3)]
@@ -133,13 +133,13 @@ def test_wide_and_odd_head_dimensions(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("scale", [-SCALE, 0.0])
 def test_a_bias_beside_any_scale(scale: float) -> None:
-    """The bias is added before or after the scaling, depending on the scale."""
+    """ALiBi slopes work with a negative scale and with a scale of 0, for which the kernel adds the bias elsewhere."""
     trial = Trial(SCENARIOS["alibi-documents"], torch.float32, True, scale=scale)
     trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
 
 
 def test_a_steep_bias_over_many_blocks() -> None:
-    """Each query has keys before and after its position, in some blocks both, and the slopes have both signs."""
+    """Steep slopes of both signs are right for queries with keys before and after them, in some blocks both."""
     scenario = simple(((strip(40, 70, 2), strip(0, 90), FULL),), StridedRange(0, 2), 1, group=2, alibi=True)
     trial = Trial(scenario, torch.float32, True)
     trial.softmax = trial.softmax._replace(alibi_slopes=(0.25, -0.125))
@@ -147,7 +147,7 @@ def test_a_steep_bias_over_many_blocks() -> None:
 
 
 def test_queries_far_from_all_keys() -> None:
-    """All logits of a row share a bias of about 325 powers of two, which must not affect the weights.
+    """Weights are right even if all logits of a row share a bias so large that exp changes by about 325 powers of two.
 
     The tolerance of lse is four roundings in float32.
     """
@@ -174,10 +174,10 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_which_pairs_are_dropped(name: str) -> None:
-    """Exactly the pairs of the definition are dropped, in out and in dV, also if a prepared launch gets another seed.
+    """Dropout drops exactly the pairs that `philox.kept_at` drops, in out and dV, also after the seed changes.
 
-    The values are unit vectors, a different one for each key, so column j of out shows whether key j is dropped. The
-    gradients of out are unit vectors in the same way for dV.
+    The values are unit vectors, a different one for each key, so column j of out shows whether key j is dropped.
+    Likewise the rows of dout are unit vectors, so that dV shows which queries are dropped.
     """
     queries, keys = DRAWN[name]
     n, m, p = queries.rows.count, keys.rows.count, 0.375
@@ -199,7 +199,7 @@ def test_which_pairs_are_dropped(name: str) -> None:
             engine.attend_grad(
                 q, KV(k, v), BackwardInputs(dout, out, state.lse, None, delta, seed), dq, sums, works[0]
             )  # fmt: skip
-            # dV is the sum over the query heads of a group.
+            # dV of a K/V head is the sum over the query heads of its group.
             assert torch.equal(sums.v.permute(1, 2, 3, 0)[..., :n, :] > 0, (kept > 0).any(1, keepdim=True))
 
 
@@ -209,7 +209,7 @@ def test_a_fused_backward_with_dropout() -> None:
 
 
 def test_a_strong_softcap() -> None:
-    """The scores are far beyond the cap, so tanh saturates, and nothing overflows."""
+    """The results are right if the scores are far beyond the softcap, so that tanh saturates."""
     trial = Trial(SCENARIOS["softcap"]._replace(softcap=0.01), torch.float32, True)
     trial.check(trial.run(TritonEngine(SMALL)), TOLERANCE[torch.float32])
 

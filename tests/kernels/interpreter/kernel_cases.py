@@ -1,7 +1,7 @@
-"""The forward kernels in the interpreter, launch by launch, against dense attention in float64.
+"""Forward kernels, run launch by launch in Triton's interpreter, agree with dense attention in float64.
 
-The file is collected by name in a separate process with TRITON_INTERPRET=1 (see test_interpreted.py). Inputs differ
-from run to run; set RINGATTN_SEED to repeat a run.
+test_interpreted.py passes this file by name to a separate pytest process with TRITON_INTERPRET=1. Inputs differ from
+run to run; set RINGATTN_SEED to repeat a run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tests.kernels.interpreter.shims import corrected
 FORMS = ("pointers", "descriptors")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
-"""Bounds of relative Frobenius errors: three times the error of the same computation in that dtype."""
+"""Bounds of the relative Frobenius error: three times the error that the same computation in that dtype has."""
 LSE_TOLERANCE = 2e-7
-# Runs of keys of every kind: short, strided, out of order, not a multiple of the block, and seen by all, some or no
-# queries.
+# Ranges of keys of every kind: short, strided, out of order, not a multiple of the block, and visible to all, some or
+# no queries.
 MANY = Pairs((Keys(1, 1, 20, 10), Keys(22, 3, 14, 24), Keys(64, 1, 5, 90), Keys(70, 1, 9, 0)), position=24)
 WINDOW = Pairs((Keys(3, 2, 33, 0, 2), Keys(71, 1, 6, 4)), position=8, apart=2, most=20)
 ONE = Pairs((Keys(5, 1, 48, 0),), position=12)
@@ -49,7 +49,7 @@ BLIND = Pairs((Keys(2, 2, 20, 100),), position=90)
 
 @pytest.fixture(autouse=True)
 def seed() -> Iterator[int]:
-    """Seed torch's generator, and print the seed, so that the report of a failure contains it."""
+    """Seed torch's generator, and correct the interpreter. Print the seed, so that the report of a failure has it."""
     chosen = int(os.environ.get("RINGATTN_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"RINGATTN_SEED={chosen}")
     torch.manual_seed(chosen)
@@ -61,7 +61,7 @@ def seed() -> Iterator[int]:
 
 
 class State(NamedTuple):
-    """The output of a forward pass: the state, and the result with its lse."""
+    """The output of a forward pass: the carried state (out, lse), and the result in the input dtype."""
 
     out: Tensor
     lse: Tensor
@@ -69,7 +69,7 @@ class State(NamedTuple):
 
 
 def state_of(inputs: Inputs) -> State:
-    """Return a state filled with NaN."""
+    """Return a `State` for these inputs, filled with NaN."""
     d_v, memory = inputs.v.shape[3], inputs.memory
     out, lse = memory.rows(Q_ROWS, HEADS, d_v), memory.per_row(Q_ROWS, HEADS)
     return State(out, lse, memory.rows(Q_ROWS, HEADS, d_v, inputs.dtype))
@@ -80,7 +80,9 @@ def config_of(form: str, block_m: int = 32, block_n: int = 16) -> Config:
 
 
 def run_forward(inputs: Inputs, state: State, form: str, flags: int, **options: Any) -> None:
-    """Run a forward launch with the same flags for every block; `keys` selects some of the runs."""
+    """Run a forward launch with the same flags for every block. `options`: `config`, `table`, `keys` (ranges of keys
+    instead of all), and keywords of `forward`.
+    """
     config = options.pop("config", config_of(form))
     pairs = inputs.pairs._replace(keys=options.pop("keys", inputs.pairs.keys))
     table = options.pop("table", None) or by_query(pairs, config, flags)
@@ -119,7 +121,7 @@ def test_without_a_result_the_state_is_written(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> None:
-    """Each run of keys has a separate launch. The first launch begins the pass, and the last launch ends it."""
+    """A pass with a launch for each range of keys is right. The first launch begins it, and the last launch ends it."""
     inputs = Inputs(MANY, dtype)
     options, carried, last = {"sinks": inputs.sinks if sinks else None}, state_of(inputs), len(MANY.keys) - 1
     for index, keys in enumerate(MANY.keys):
@@ -156,7 +158,10 @@ def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
 @pytest.mark.parametrize("pairs", [ALL, ONE], ids=["whole", "edges"])
 @pytest.mark.parametrize(("form", "dtype"), [("pointers", torch.float32), ("descriptors", torch.bfloat16)])
 def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form: str, dtype: torch.dtype) -> None:
-    """Large values of q and k cause such logits also in blocks without a mask, with a new and with a carried state."""
+    """Rows whose logits overflow to -inf attend to no key, with a new and with a carried state.
+
+    This holds in blocks without a mask too.
+    """
     inputs = Inputs(pairs, dtype)
     reference, begun, carried = silenced(inputs), state_of(inputs), state_of(inputs)
     run_forward(inputs, begun, form, FIRST | LAST)

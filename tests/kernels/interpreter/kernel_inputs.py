@@ -22,7 +22,7 @@ FAR = 1 << 30
 
 
 class Keys(NamedTuple):
-    """A run of K/V rows whose keys have the positions `position` + j * `apart`."""
+    """A strided range of K/V rows: row `first` + j * `stride` has the key at the position `position` + j * `apart`."""
 
     first: int
     stride: int
@@ -32,7 +32,9 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Queries at the positions `position` + i * `apart`. A query sees its own position and the `most` before it."""
+    """A mask: query i is at the position `position` + i * `apart`, and attends to the keys at its position and at most
+    `most` positions before it.
+    """
 
     keys: tuple[Keys, ...]
     position: int
@@ -44,14 +46,17 @@ class Pairs(NamedTuple):
 
 
 def seen(pairs: Pairs, keys: Keys) -> np.ndarray:
-    """Return booleans (queries, keys of the run) that are true if the query sees the key."""
+    """Return a mask (queries, keys of the range) that is true where the query attends to the key."""
     distance = pairs.position + pairs.apart * np.arange(Q_ROWS)[:, None]
     distance = distance - (keys.position + keys.apart * np.arange(keys.rows))[None, :]
     return np.asarray((distance >= 0) & (distance <= pairs.most))
 
 
 def visited(sees: np.ndarray, rows: int) -> tuple[int, int, int, int]:
-    """Return (first visible, first full, one past the last full, one past the last visible) block of columns."""
+    """Return the blocks of `rows` columns that a tile reads: (first visible, first full, end of full, end of visible).
+
+    A block is visible if any of its pairs is in the mask `sees`, and full if all are.
+    """
     blocks = [sees[:, start : start + rows] for start in range(0, sees.shape[1], rows)]
     visible = [i for i, block in enumerate(blocks) if block.any()]
     full = [i for i in visible if blocks[i].all() and blocks[i].shape[1] == rows]
@@ -62,7 +67,7 @@ def visited(sees: np.ndarray, rows: int) -> tuple[int, int, int, int]:
 
 
 def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
-    """Return a table of query blocks with all heads and all runs of keys."""
+    """Return a table of query blocks, each with all heads and an entry for each range of keys."""
     blocks, entries = [], []
     for first in range(0, Q_ROWS, config.block_m):
         rows = min(config.block_m, Q_ROWS - first)
@@ -76,7 +81,9 @@ def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
 
 
 def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
-    """Return a table of key blocks, each of a single run, with all K/V heads and all query heads of their groups."""
+    """Return a table of key blocks, each within one range of keys, with all K/V heads and the query heads of their
+    groups.
+    """
     blocks, entries = [], []
     for keys in pairs.keys:
         for first in range(0, keys.rows, config.block_n):
@@ -91,7 +98,10 @@ def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
 
 
 def table_of(blocks: list[tuple[int, ...]], entries: list[tuple[int, ...]], slots: int) -> Table:
-    """Return a table. The callers' `slots` is one more than the heads of any block, so that some items are idle."""
+    """Return a table of these blocks and entries. `slots`: the work items per block, one for each head and more.
+
+    The callers pass one more than the heads of any block, so that some items are idle.
+    """
     padded = [(*entry, *(0,) * (16 - len(entry))) for entry in entries]
     return Table(torch.tensor(blocks, dtype=torch.int32), torch.tensor(padded, dtype=torch.int32), slots)
 
@@ -107,7 +117,7 @@ class Guarded:
         self._guarded: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def rows(self, rows: int, heads: int, dim: int, dtype: torch.dtype = torch.float32, fill: float = NAN) -> Tensor:
-        """Return a (rows, batch, heads, dim) tensor of `fill` with margins; strides are multiples of 16 bytes."""
+        """Return a (rows, batch, heads, dim) tensor of `fill` with margins. Its strides are multiples of 16 bytes."""
         return self._view(torch.full((rows + 2, self.batches, heads + 1, -(-dim // 8) * 8 + 8), fill, dtype=dtype), dim)
 
     def per_row(self, rows: int, heads: int, fill: float = NAN) -> Tensor:
@@ -125,14 +135,14 @@ class Guarded:
         return view
 
     def check(self) -> None:
-        """Check that nothing around the tensors has changed."""
+        """Check that no margin has changed."""
         for buffer, before, inside in self._guarded:
             outside = ~inside
             assert torch.equal(buffer[outside].nan_to_num(7.0), before[outside].nan_to_num(7.0))
 
 
 class Inputs:
-    """Random q, k, v, dout and sinks. K/V rows outside all runs are NaN."""
+    """Random q, k, v, dout and sinks. K/V rows outside all ranges of keys are NaN."""
 
     def __init__(self, pairs: Pairs, dtype: torch.dtype, d_k: int = 16, d_v: int = 16, batches: int = 1) -> None:
         self.pairs, self.dtype, self.memory, self.batches = pairs, dtype, Guarded(batches), batches
@@ -175,7 +185,10 @@ SILENT = slice(0, 10)
 
 
 def silenced(inputs: Inputs) -> dict[str, Tensor]:
-    """Make all logits of the rows SILENT -inf in float32, by overflow. Return the reference without these rows."""
+    """Make all logits of the rows SILENT -inf in float32, by overflow. Return the reference.
+
+    In the reference, these rows attend to no key and add nothing to dK and dV.
+    """
     large = 2.0**66  # exceeds float16
     inputs.k.copy_(-inputs.k.abs() * large - large), inputs.q.mul_(1 / large)
     dout = inputs.dout[SILENT].clone()
@@ -187,7 +200,7 @@ def silenced(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def close(got: Tensor, true: Tensor, tolerance: float) -> None:
-    """Check the relative Frobenius error, and that infinities are in the same elements."""
+    """Check the relative Frobenius error of the finite elements, and that the same elements are infinite."""
     assert torch.equal(got.isinf(), true.isinf()) and not got.isnan().any()
     got, true = got.double().nan_to_num(0, 0, 0), true.nan_to_num(0, 0, 0)
     error = float((got - true).norm() / true.norm())

@@ -1,6 +1,6 @@
-"""Wrong Triton kernels in the interpreter: each is an edit of a kernel's source that a case of the suite must detect.
+"""Wrong Triton kernels in the interpreter: each is an edit of a kernel's source that a test case must detect.
 
-The file is collected by name, like kernel_cases.py.
+pytest collects the file only by its name, as for kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ WRONG = {
     "an edge block is left out": Wrong(
         BACKWARD, "end - (full_end - full), disable", "end - (full_end - full) - 1, disable", numbers(0, 3, 13)
     ),
-    # A case with edge blocks after full blocks detects this: a full block is processed twice, an edge block never.
+    # A case with edge blocks after full blocks detects this mistake: a full block is processed twice, and an edge block
+    # never.
     "edge blocks are mapped wrongly": Wrong(BACKWARD, EDGES, "edge", gradients(MANY)),
     "edge blocks of dQ have no mask": Wrong(BACKWARD, MASKED, "False", gradients(WINDOW)),
     "rows without a logit weigh": Wrong(

@@ -1,9 +1,10 @@
-"""Corrections of Triton's interpreter: bfloat16 and float8_e4m3fn round as on a GPU, and a launch patches only once.
+"""Corrections of Triton's interpreter: bfloat16 and float8_e4m3fn round as on a GPU, and launches are faster.
 
-The interpreter stores bfloat16 as uint16 and computes with those integers. Here casts round to nearest even, and
-products and element-wise operations are computed in float32 and rounded back. Its float8 casts round some values to the
-wrong neighbour. It patches the whole language again at each call of a device function. Functions of Triton's library
-use `triton.language.core`, whose patches are never undone, so the first patch is enough.
+The interpreter stores bfloat16 as uint16 and computes with these integers. Here casts round to nearest even, and
+products and element-wise operations are computed in float32 and rounded back. The interpreter's float8 casts round some
+values to the wrong neighbour; here torch's casts are used. The interpreter also patches the whole language at each call
+of a device function. Functions of Triton's library use `triton.language.core`, whose patches are never undone, so here
+only the first call patches it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, 
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """Return the float32 values of bfloat16 patterns in uint16."""
+    """Return the float32 values of bfloat16 numbers whose bits are in a uint16 array."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """Return the bfloat16 patterns, uint16, nearest to `values`; ties go to the even pattern."""
+    """Return the bits, as uint16, of the bfloat16 numbers nearest to `values`. Ties go to the even number."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
@@ -37,7 +38,7 @@ def _wide(handle: Any) -> Any:
 
 
 def _computed_wide(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operation of operands and a numpy function, in float32 if the first operand is bfloat16."""
+    """Return an interpreter operation that computes as `method`, but in float32 if the first operand is bfloat16."""
 
     def wide(self: Any, first: Any, *rest: Any) -> Any:
         if first.dtype.scalar != tl.bfloat16:
@@ -51,7 +52,7 @@ def _computed_wide(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a cast that converts from and to bfloat16 through float32."""
+    """Return a cast as `method`, except that it converts from and to bfloat16 through float32."""
 
     def cast(self: Any, source: Any, to: Any, *rounding: Any) -> Any:
         wide = _wide(source)
@@ -69,7 +70,7 @@ def _dot(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast_float8(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a cast that rounds to float8_e4m3fn as torch does; other casts are those of bfloat16."""
+    """Return a cast that converts to and from float8_e4m3fn as torch does, and otherwise as `_cast(method)`."""
 
     def cast(self: Any, source: Any, to: Any, *rounding: Any) -> Any:
         if source.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
@@ -84,7 +85,7 @@ def _cast_float8(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _patched: list[Any] = []
-"""The first library function that was called; empty until then. The first call patches `core`."""
+"""The function of Triton's library that was called first, if any. Its call has patched `triton.language.core`."""
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors with margins that reveal reads and writes outside the tensor.
+"""Tensors with margins ("canaries") that reveal reads and writes outside the tensor.
 
 Margins of inputs are NaN, so that a read from a margin makes a result NaN. Results and their margins start with a
 number that no result has. Margins are compared bit by bit at the end, so that a write to a margin is detected.
@@ -18,7 +18,7 @@ UNWRITTEN = 77.0
 
 
 class Canaries:
-    """Tensors inside larger buffers."""
+    """Tensors that are views into larger buffers, and the buffers' content before the test."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Tensor, Tensor, Tensor]] = []  # buffer, its content before, mask of the margin
@@ -26,8 +26,8 @@ class Canaries:
     def hold(self, x: Tensor, dense: bool = False, in_place: bool = False) -> Tensor:
         """Return a copy of x with margins on both sides of every dimension.
 
-        `dense`: the copy is contiguous, with margins only before and after it. `in_place`: the margins are those of a
-        result. Integers are indices, and their margins are far out of range.
+        `dense`: the copy is contiguous, with margins only before and after it. `in_place`: the kernel also writes to x,
+        so the margins are those of a result. Integers are indices, and their margins are far out of range.
         """
         poison = UNWRITTEN if in_place else float("nan") if x.is_floating_point() else 1 << 40
         place = self._place(x.shape, x.dtype, dense, poison)
@@ -69,19 +69,19 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Return normal numbers, drawn in float64, so that every dtype has the same numbers, rounded."""
+    """Return normally distributed numbers, drawn in float64 and then rounded, so that all dtypes get the same draw."""
     generator = torch.Generator("cpu").manual_seed(seed + sum(shape))
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return drawn.to(torch.get_default_device(), dtype)
 
 
 def shuffled(count: int) -> Tensor:
-    """Return the numbers below `count` in a random order."""
+    """Return the integers below `count` in a fixed random order."""
     return torch.randperm(count, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(
         torch.get_default_device()
     )
 
 
 def error(x: Tensor, reference: Tensor) -> float:
-    """Return the relative error in the Frobenius norm."""
+    """Return the relative error of x in the Frobenius norm."""
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()

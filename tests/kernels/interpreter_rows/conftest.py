@@ -20,8 +20,8 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 
 @pytest.fixture(autouse=True)
 def narrow_floats() -> Iterator[None]:
-    """Give the interpreter the bfloat16 and float8 rounding of a GPU."""
-    # Imported here, because a process that collects nothing here must not load Triton's interpreter.
+    """Let the interpreter round to bfloat16 and float8 as a GPU does."""
+    # Imported here, because a process that collects no test of this folder must not load Triton's interpreter.
     from tests.kernels.interpreter.shims import corrected
 
     with corrected():

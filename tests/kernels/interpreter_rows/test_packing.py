@@ -1,4 +1,4 @@
-"""Packing by kernel: rows gathered from local tensors and added to them, against copies of each run of rows."""
+"""Kernels that gather rows from local tensors, and add rows to them, give the bits of a copy of each range of rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTENTS: dict[str, Content] = {
 
 
 def local_tensor(canaries: Canaries, fused: bool, seed: int) -> torch.Tensor:
-    """Return a (rows, batch, heads, dim) tensor, which is every second head of a larger tensor if `fused`."""
+    """Return a (rows, batch, heads, dim) tensor. If `fused`, it is every second head of a larger tensor."""
     if fused:
         return canaries.hold(random(BATCH, ROWS, 2 * HEADS, 16, seed=seed), in_place=True)[:, :, 1::2].transpose(0, 1)
     return canaries.hold(random(BATCH, ROWS, HEADS, 16, seed=seed), in_place=True).transpose(0, 1)

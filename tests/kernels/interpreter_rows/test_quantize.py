@@ -1,4 +1,4 @@
-"""Eight-bit K and V: the stated error bounds, element by element, in float64."""
+"""The error of K and V in eight bits is within the documented bound, element by element, computed in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def restored(canaries: Canaries, values: Tensor, scales: Tensor, dtype: torch.dt
 
 
 def bound(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the module's error bound for float64 x."""
+    """Return the error bound that the quantization module documents, for each element of float64 x."""
     amax = x.abs().amax(-1, keepdim=True)
     if dtype == torch.int8:
         return (amax / 254).expand_as(x) * ROUNDING
@@ -49,8 +49,8 @@ def test_error_is_within_the_bound(
     torch.testing.assert_close(scales.double(), wide.abs().amax(-1) / LARGEST[code], rtol=2.0**-22, atol=0)
     wrong = (restored(canaries, values, scales).double() - wide).abs()
     assert (wrong <= bound(wide, code)).all()
-    # The largest error is near the bound. In fp8 it is at most 16/17 of the bound, midway between the two codes just
-    # above a power of two.
+    # The bound is tight: the largest error is near it. In fp8 the largest error is 16/17 of the bound, midway between
+    # the two codes just above a power of two.
     assert wrong.numel() < 1000 or (wrong / bound(wide, code)).max() > 0.9
 
 

@@ -1,4 +1,4 @@
-"""The row kernels: moves against indexing in torch, merges and sums of rows against float64."""
+"""The row kernels: moving rows agrees with indexing in torch; merging states and summing rows agree with float64."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_no_rows_at_all(canaries: Canaries) -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    # Rows 2^30 elements apart: the third begins at 2^31. The memory between them is never touched.
+    # The rows are 2^30 elements apart, so the third begins at 2^31. The memory between them is never touched.
     apart = 1 << 30
     far = torch.empty(2 * apart + 16, dtype=torch.int8).as_strided((3, 1, 1, 16), (apart, 16, 16, 1))
     rows = torch.arange(48, dtype=torch.int8).view(3, 1, 1, 16)
