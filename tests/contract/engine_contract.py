@@ -1,7 +1,9 @@
-"""The contract of every engine, as tests: subclass `EngineContract` and return the engine from `engine`.
+"""The contract of every engine, as tests. A test module subclasses `EngineContract` and returns the engine from
+`engine`.
 
-Forward, lse, dq, dk and dv are compared with the dense float64 reference in scenarios of many attend calls. Nothing
-outside the tiles is read (it contains NaN) or written (compared bit for bit). The same call twice gives the same bits.
+Out, lse, dq, dk and dv are compared with the dense float64 reference in scenarios of several attend calls. Nothing
+outside the tiles may be read (it contains NaN) or written (it is compared bit for bit). The same call gives the same
+bits twice.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from tests.contract.engine_trial import SCALE, TOLERANCE, Trial
 class EngineContract(NotFinite):
     """The tests of one engine.
 
-    `softcap`: whether the engine supports softcap; `places`: whether it supports ALiBi and dropout. An engine must
-    refuse an option that it does not support, in an error that names the option.
+    `softcap`: whether the engine supports softcap; `places`: whether it supports ALiBi and dropout, for which it needs
+    the positions of rows. An engine must refuse an option that it does not support, with an error that names it.
     """
 
     softcap, places = True, False
@@ -59,7 +61,7 @@ class EngineContract(NotFinite):
         ],
     )  # fmt: skip
     def test_the_first_and_the_last_on_keys(self, name: str, overwrite: bool, last: bool) -> None:
-        """A first step overwrites NaN in every key row of its tiles; a last step writes its sums to the result."""
+        """The first step on keys overwrites their rows of dK/dV, which are NaN. The last step writes the results."""
         visit = Visit(overwrite, last)
         trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device)
         trial.check(trial.run(self.engine(), visit), TOLERANCE[torch.float32])
@@ -78,7 +80,10 @@ class EngineContract(NotFinite):
     @pytest.mark.parametrize("scale", [0.0, -SCALE, 1e-42])
     @pytest.mark.parametrize("name", ["causal", "window", "zigzag"])
     def test_a_scale_that_is_not_positive(self, name: str, scale: float) -> None:
-        """No masked score may change with the sign of the scale, or become 0 times infinity."""
+        """Results are right for a scale that is 0, negative or tiny.
+
+        An engine that masks before it scales would multiply -inf by it.
+        """
         trial = Trial(SCENARIOS[name], torch.float32, True, 0, self.device, scale)
         trial.check(trial.run(self.engine()), TOLERANCE[torch.float32])
         trial.check_margins()
@@ -96,7 +101,10 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("name", ["zigzag", "part-of-the-heads", "whole-zigzag-pass", "full"])
     def test_a_sink_takes_weight_and_gives_no_value(self, name: str) -> None:
-        """A sink is also the lse of a row that attends to no key."""
+        """A sink adds exp(sink) to the denominator of the softmax and nothing to the numerator.
+
+        So a row that attends to no key has its sink as lse.
+        """
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         heads, seen = trial.scenario.heads, trial.q_touched.permute(1, 2, 0, 3)
         trial.sinks = torch.linspace(-1.0, 2.0, heads, device=trial.device)
@@ -126,7 +134,10 @@ class EngineContract(NotFinite):
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
 
     def test_rows_of_one_head_each_seen_by_all(self) -> None:
-        """Two heads' keys, one after the other in a buffer with head stride zero, act like keys in separate buffers."""
+        """K/V of two heads may be stored one after the other in a buffer whose head stride is zero.
+
+        The results are those of separate buffers.
+        """
         engine, softmax = self.engine(), Softmax(SCALE, 2)
         q, dout = (torch.randn(24, 2, 4, 16, device=self.device) for _ in range(2))
         k, v = (torch.randn(24, 2, 1, 16, device=self.device) for _ in range(2))
@@ -157,7 +168,10 @@ class EngineContract(NotFinite):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_what_others_add_to_stays_wide(self, dtype: torch.dtype) -> None:
-        """With `more`, outputs and dQ have the accumulator dtype. Rounded outputs equal those without `more`."""
+        """With `more` (other ranks add to the results), out and dQ have the accumulator dtype.
+
+        When out is rounded, it equals that of a pass without `more`.
+        """
         trial = Trial(SCENARIOS["whole-zigzag-pass"], dtype, False, 0, self.device)
         s, engine, outputs = trial.scenario, self.engine(), []
         for more in (False, True):
@@ -175,7 +189,10 @@ class EngineContract(NotFinite):
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("cut", [False, True], ids=["one-tile", "two-steps"])
     def test_half_is_as_good_as_torchs_kernel(self, dtype: torch.dtype, cut: bool) -> None:
-        """The error is at most 1.25 times that of torch's kernel in this dtype (Exactness in docs/architecture.md)."""
+        """In half precision the error is at most 1.25 times that of torch's kernel in the same dtype.
+
+        See "Exactness" in docs/architecture.md.
+        """
         q, k, band = DENSE[0]
         halves = [(q, k.pick(StridedRange(start, 48)), band) for start in (0, 48)] if cut else [DENSE[0]]
         # `pick` keeps the row numbers, so both steps use one buffer layout. Each step reads only its half of the rows.
@@ -198,13 +215,13 @@ class EngineContract(NotFinite):
 
     @staticmethod
     def _joined(trial: Trial) -> list[Tensor]:
-        """Return K and V of all steps, each of which has its own half of the rows."""
+        """Return [K, V], joined from the steps, each of which has its own part of the rows."""
         n = 96 // len(trial.kvs)
         return [torch.cat([(kv.k, kv.v)[i][48 * j : 48 * j + n] for j, kv in enumerate(trial.kvs)]) for i in range(2)]
 
 
 def _torchs_own(inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    """Return out, dq, dk and dv of causal attention by `scaled_dot_product_attention`, for tensors with rows first."""
+    """Return [out, dq, dk, dv] of causal attention by torch, for [q, k, v] of shape (rows, batch, heads, dim)."""
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
     qh, kh, vh = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out = scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=SCALE, enable_gqa=True).permute(2, 0, 1, 3)

@@ -17,8 +17,8 @@ from tests.contract.engine_trial import NAN, SCALE, TOLERANCE, Trial
 class NotFinite:
     """Tests of NaN inputs and infinite scores.
 
-    `infinite_scores`: false if rows whose scores of a step are all -inf may be NaN instead of behaving like rows
-    without a key.
+    `infinite_scores`: whether a row whose scores in a step are all -inf must behave like a row without a key. If not,
+    it may be NaN.
     """
 
     infinite_scores = True
@@ -29,7 +29,10 @@ class NotFinite:
 
     @pytest.mark.parametrize("name", ["full", "one-pair", "zigzag", "window"])
     def test_a_query_of_nan_stays_visible_and_stays_in_its_row(self, name: str) -> None:
-        """The NaN shows in out, lse and dq, and in dK and dV of the keys it attends to. Other rows keep their bits."""
+        """A NaN in q shows in out, lse and dq of its row, and in dK and dV of the keys that the row attends to.
+
+        Other rows of out, lse and dq keep their bits.
+        """
         trial = Trial(SCENARIOS[name], torch.float32, False, 0, self.device)
         clean = trial.run(self.engine())
         row, _, head, _ = trial.q_touched.nonzero()[-1].tolist()
@@ -90,7 +93,10 @@ class NotFinite:
     @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
     def test_scores_of_minus_infinity_have_no_weight(self, order: tuple[int, ...], band: Band) -> None:
-        """Keys masked by scores of -inf, here those of step 0, have no weight; a row with only such keys has no key."""
+        """Keys whose scores are -inf, here those of step 0, have no weight.
+
+        A row with only such keys is a row without a key. A NaN in these scores is not hidden.
+        """
         rows = 21
         q, *kvs = (torch.randn(rows, 1, 2, 16, device=self.device) for _ in range(5))
         q[..., 0] = 1.0

@@ -1,4 +1,4 @@
-"""Scenarios of the engine contract: steps of tiles over small buffers, hand-made and random."""
+"""Scenarios of the engine contract: attend calls with tiles over small buffers, hand-made and random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, Token
 
 
 class Step(NamedTuple):
-    """One attend call: its tiles, and the rows and K/V heads of its K/V buffer."""
+    """One attend call: its tiles, and the number of rows and the K/V heads (`held`) of its K/V buffer."""
 
     tiles: tuple[Tile, ...]
     k_rows: int
@@ -19,8 +19,8 @@ class Step(NamedTuple):
 class Scenario(NamedTuple):
     """Several attend calls that update one softmax state.
 
-    Head 0 of the buffers is query head `first_head` of the call: ALiBi and dropout depend on that number. `starts`: see
-    `Softmax`.
+    Head 0 of the q buffer is query head `first_head` of the whole attention call; ALiBi and dropout depend on this
+    number. `memory`: the memory layout of the buffers, see `laid_out`. `starts`: see `Softmax`.
     """
 
     steps: tuple[Step, ...]
@@ -53,7 +53,7 @@ def simple(
     held: StridedRange | None = None,
     **facts: object,
 ) -> Scenario:
-    """Make one step per tile, with buffers that end two rows after the tile's rows."""
+    """Return a scenario with one step per tile. The buffers end two rows after the rows of the tiles."""
     first = facts.get("first_head", 0)
     steps = tuple(
         Step((Tile(q, k, band, heads, first),), k.rows.stop + 2, held or StridedRange(0, kv_heads))  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def whole(
     group: int,
     **facts: object,
 ) -> Scenario:
-    """Make steps of several tiles that together cover every query row of every head, as in a rank's own pass."""
+    """Return a scenario whose steps together have every query row of every head, as in a rank's own pass."""
     steps = tuple(
         Step(
             tuple(Tile(*tile, StridedRange(0, heads)) for tile in tiles),
@@ -92,7 +92,7 @@ def whole(
 
 
 def last_heads(kv_heads: int, count: int, group: int) -> Scenario:
-    """Make one step in which two tiles of the last `count` K/V heads attend to the same keys.
+    """Return a scenario with one step, in which two tiles of the last `count` K/V heads have the same keys.
 
     The K/V buffer contains all heads.
     """
@@ -145,7 +145,7 @@ SCENARIOS = {
 
 
 def random_scenario(seed: int, places: bool = False) -> Scenario:
-    """Make steps of overlapping tiles with random token ranges, bands and heads.
+    """Return a scenario with steps of overlapping tiles that have random token ranges, bands and heads.
 
     A pair of query and key that is in two tiles counts twice. `places`: half of the scenarios also have ALiBi slopes,
     and half of these dropout too. Their first head need not be head 0 of the call, and their keys may start at another

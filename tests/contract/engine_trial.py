@@ -1,6 +1,6 @@
-"""A scenario of the engine contract with its random tensors: the engine's results and the reference's.
+"""Run a scenario of the engine contract with random tensors, and compare the engine's results with the reference.
 
-Not covered: how an engine cuts its tiles; the choice of an engine.
+Not covered: how an engine cuts its tiles, and how an engine is chosen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def laid_out(values: Tensor, memory: str) -> tuple[Tensor, Tensor]:
 
 
 def touched(tiles: Sequence[Tile], side: str, group: int, first_head: int, like: Tensor) -> Tensor:
-    """Return (rows, 1, heads, 1) booleans: the rows and heads that the tiles of a step may read or write."""
+    """Return a mask (rows, 1, heads, 1) of the rows and heads of a buffer that the tiles of a step may read or write.
+
+    `side`: "q" or "k"; `like`: a tensor of the buffer's shape; `first_head`: the K/V head that is head 0 of the buffer.
+    """
     mask = torch.zeros(like.shape[0], 1, like.shape[2], 1, dtype=torch.bool)
     for tile in tiles:
         for row in (tile.q if side == "q" else tile.k).rows.members():
@@ -53,7 +56,7 @@ def touched(tiles: Sequence[Tile], side: str, group: int, first_head: int, like:
 
 
 class Trial:
-    """A scenario with its random tensors, the engine's results and the reference's."""
+    """A scenario with its random tensors. `run` computes an engine's results, and `reference` those of the oracle."""
 
     def __init__(
         self,
@@ -100,7 +103,10 @@ class Trial:
         return view
 
     def _relaid(self, output: Output, touched: Tensor) -> Output:
-        """Copy an output that an engine begins with into the test's memory, with NaN where the engine must not read."""
+        """Return a copy, in the test's memory, of an output with which an engine begins a pass.
+
+        It is NaN where the engine must not read it.
+        """
         carried, result = output
         if result is not None:  # a step writes each row before a later step reads it
             touched = torch.zeros_like(touched)
@@ -109,10 +115,10 @@ class Trial:
         ))  # fmt: skip
 
     def run(self, engine: Engine, visit: Visit = NEITHER) -> dict[str, Tensor]:
-        """Return out, lse, dq, and dk and dv of each step, as the engine computes them from prepared buffers.
+        """Run forward and backward. Return out, lse, dq, and dk and dv of each step, as the engine computes them.
 
-        `visit`: whether every step is the first, or the last, on its dK and dV. These buffers contain NaN before a
-        first step, and ones before other steps.
+        `visit`: whether every step is the first on its dK and dV (and overwrites them), or the last. The buffers of dK
+        and dV contain NaN before a first step, and ones before other steps.
         """
         s = self.scenario
         works = engine.prepare(
@@ -148,9 +154,9 @@ class Trial:
         return KV(k, v, kv.first_head)
 
     def reference(self) -> dict[str, Tensor]:
-        """Return the results of `run` as the oracle computes them.
+        """Return the results that `run` should return, computed by the oracle in float64.
 
-        Each tile has its own copy of the keys, so a pair of query and key may count twice.
+        Each tile has its own copy of the keys, so a pair of query and key that is in two tiles counts twice.
         """
         s = self.scenario
         q = self.q.double().nan_to_num(0.0).requires_grad_()
@@ -211,7 +217,7 @@ class Trial:
         return kept.to(self.device)
 
     def check(self, results: dict[str, Tensor], tolerance: float) -> None:
-        """Assert that `results` match the reference inside the tiles, and are unchanged outside them."""
+        """Assert that `results` match the reference in the rows of the tiles, and are unchanged in other rows."""
         reference, rows_touched = self.reference(), self.q_touched.expand(self.dout.shape)
         assert results["out"][~rows_touched].isnan().all()
         per_row = self.q_touched[:, :, :, 0].permute(1, 2, 0).expand(results["lse"].shape)
@@ -235,7 +241,7 @@ class Trial:
                 assert not results[name][~key_rows.expand(results[name].shape)].any(), f"{name} outside the tiles"
 
     def check_margins(self) -> None:
-        """Assert that the memory around every output view still is NaN. This fills the views themselves with NaN."""
+        """Assert that the memory around every output is still NaN. This overwrites the outputs themselves with NaN."""
         for storage in self.storage:
             values = storage[1:-1, :, :, :-3] if self.scenario.memory == "records" else (
                 storage[:, 1:-1] if self.scenario.memory == "tokens" else storage[:, :, 1:-1])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks of what transports between processes report about a killed, stopped or closed rank, or a store that hangs.
+"""What transports between processes must report about a killed, stopped or closed rank, or a store that hangs.
 
 `suffer` runs on each rank of a ring; `assert_victim_named` checks the outcomes of the ranks.
 """
@@ -24,21 +24,21 @@ from tests.transport.attribution import named_at_fault
 DEADLINE_S = 2.0
 STOPPED_S = DEADLINE_S + 5.0
 BUSY_S = 4.0
-"""The extra time for a busy machine, beyond the two seconds that are guaranteed after the deadline."""
+"""The extra time for a busy machine. The library guarantees an error within two seconds after the deadline."""
 STORE = "the store's host (rank 0"
 CASES = {"killed": 1, "stopped": 1, "store's host stopped": 0, "closed": 1, "cause in the store": 1}
-"""Each case with the rank that suffers it."""
+"""For each case, the rank that is the victim."""
 
 
 class Outcome(NamedTuple):
-    """The error message of one rank and when it was raised; for the victim, when the event of the case happened."""
+    """The error message of one rank, and when it was raised. For the victim, `at_s` is when the event happened."""
 
     message: str
     at_s: float
 
 
 def exchange_until_error(ring: Transport) -> str:
-    """Exchange with both neighbours until an error is raised; return its message."""
+    """Exchange with both neighbours until an error is raised. Return the message of the error."""
     after, before = neighbors(ring)
     while True:
         try:
@@ -72,7 +72,7 @@ def suffer(ring: Transport, health: Health, case: str) -> Outcome:
         ring.close()
         return Outcome("", happened[0])
     if case == "killed" and ring.rank == 0:
-        # Hold the interpreter lock, so that no other thread of this rank runs before it waits for any rank.
+        # PyDLL holds the interpreter lock during the call, so no other thread of this rank runs in this time.
         ctypes.PyDLL(None).usleep(1_500_000)
     if ring.rank == victim:
         threading.Timer(0.7, act).start()  # by then heartbeats and datagrams have been exchanged
@@ -88,7 +88,8 @@ def assert_victim_named(case: str, outcomes: dict[int, Any]) -> None:
     for rank, (message, at_s) in outcomes.items():
         named = named_at_fault(message)
         if rank == victim:
-            # The victim was stopped. It says so, or re-states a first cause that names it, and names no other rank.
+            # The victim was stopped. It says that it stood still, or repeats a cause that names it. It blames no other
+            # rank.
             assert named <= {victim}, outcomes
             stood_still = f"rank {victim} itself stood still" in message
             assert case in ("closed", "cause in the store") or stood_still or named == {victim}, outcomes

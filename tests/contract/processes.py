@@ -1,4 +1,4 @@
-"""A few processes that run one function after another, each under a hard deadline, and their rendezvous.
+"""A few processes that run the functions of a test, one after another and each under a hard deadline.
 
 The processes are forked in milliseconds from a server process that has loaded the modules they need, so they share its
 hash seed. Tests in which torchrun starts the ranks cover ranks with different hash seeds.
@@ -37,10 +37,10 @@ LEAST = 10_000
 
 
 def free_port() -> int:
-    """Return a free port outside the range from which the system chooses ports itself.
+    """Return a free port outside the range of ephemeral ports, which the system assigns itself.
 
-    Another process may take a port of that range before the processes that use it have loaded torch. And the system may
-    give a client that connects to such a port the same port for its own end, so that it connects to itself. Raises
+    An ephemeral port could be taken by another process while the processes of the test load torch. And a client that
+    connects to an ephemeral port may be assigned the same port for its own end, and so connect to itself. Raises
     `OSError` if no port is free.
     """
     first, last = map(int, EPHEMERAL_PORTS.read_text(encoding="utf-8").split())
@@ -59,7 +59,7 @@ WITHIN_S = 60.0
 
 
 def rendezvous_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Return the store of a new ring over all processes with this MASTER_ADDR and MASTER_PORT."""
+    """Return the store of a new ring over all processes that have the same MASTER_ADDR and MASTER_PORT."""
     job = job_of({**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)})
     deadline = Deadline(timeout_s)
     assert job is not None
@@ -67,7 +67,7 @@ def rendezvous_store(rank: int, world_size: int, timeout_s: float) -> dist.Store
 
 
 def store_of(rank: int, world_size: int, members: int | None = None) -> dist.Store:
-    """Return the processes' store, once the first `members` of them (None: all) have connected."""
+    """Return the store of a new ring, once its first `members` processes (None: all) have connected."""
     store = rendezvous_store(rank, world_size, WITHIN_S)
     store.set(f"ready/{rank}", "1")
     store.wait([f"ready/{peer}" for peer in range(members or world_size)], timedelta(seconds=WITHIN_S))
@@ -78,12 +78,12 @@ def store_of(rank: int, world_size: int, members: int | None = None) -> dist.Sto
 
 
 LOADED = ("pytest", "torch._dynamo", "ringattn.launch.train.loop")
-"""Modules that every process loads: torch, its compiler, which the deterministic mode loads too, and ringattn."""
+"""Modules that the server process loads for all: torch, its compiler (which deterministic mode needs) and ringattn."""
 
 
 def forked(target: Callable[..., None], *arguments: Any, daemon: bool = True) -> BaseProcess:
     """Start a process that calls `target(*arguments)` with the current environment of this process."""
-    # A forked child of a process that has used a GPU cannot use the GPU, so with a GPU each process is spawned.
+    # A forked child of a process that has used a GPU cannot use the GPU. So if there is a GPU, each process is spawned.
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     multiprocessing.set_forkserver_preload(list(LOADED))
     process = context.Process(target=_with_environment, args=(dict(os.environ), target, arguments), daemon=daemon)
@@ -98,11 +98,11 @@ def _with_environment(environment: dict[str, str], target: Callable[..., None], 
 
 
 def core_s() -> float:
-    """Return the CPU seconds used by the server process of the forks and by its children that have ended."""
+    """Return the CPU seconds used by the fork server and by its children that have ended."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
     if pid is None:
         return 0.0
-    # The fields after the name, which may contain anything, are the state and numbers; the 12th to 15th are CPU times.
+    # The process name may contain anything. After it come the state and numbers; the 12th to 15th field are CPU times.
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
@@ -111,7 +111,7 @@ def core_s() -> float:
 
 
 class Processes:
-    """`world_size` processes with MASTER_ADDR and MASTER_PORT set. A context manager that ends all of them."""
+    """A context manager that starts `world_size` processes, with MASTER_ADDR and MASTER_PORT set, and ends them."""
 
     def __init__(self, world_size: int) -> None:
         port = str(free_port())
@@ -127,7 +127,7 @@ class Processes:
     def run(
         self, function: Callable[..., Any], *arguments: Any, exits: int | None = None, hard_s: float = 60.0
     ) -> dict[int, Any]:
-        """Return the results of `function(rank, world_size, *arguments)` in every process of `ranks`, by rank.
+        """Run `function(rank, world_size, *arguments)` in the process of each rank in `ranks`. Return results by rank.
 
         `function` must be at the top level of a module. Raises `AssertionError` with every rank's traceback if a rank
         fails, dies unexpectedly or does not answer within `hard_s`. Rank `exits` must die, and is removed from `ranks`.
@@ -164,9 +164,12 @@ class Processes:
 
 
 def _serve(rank: int, world_size: int, port: str, pipe: Connection) -> None:
-    """Run one process: answer (failure or None, result) to each (function, arguments) until the pipe closes."""
-    # For every connection to a store torch asks the name service for the name of the other end, and a lost request
-    # costs five seconds by default.
+    """Run one process: receive pairs (function, arguments) until the pipe closes, and send back the outcome of each.
+
+    An outcome is a pair: the traceback or None, and the result.
+    """
+    # For each connection to a store, torch resolves the name of the other end, and a lost DNS query costs five seconds
+    # by default.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RES_OPTIONS="timeout:1")
     torch.set_num_threads(1)
     while True:

@@ -1,4 +1,4 @@
-"""A helper that runs one function on several threads, each of which is a rank of a `LocalWorld`."""
+"""Run a function on several threads, each of which is a rank of a `LocalWorld`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Result = TypeVar("Result")
 
 
 def on_threads(world_size: int, function: Callable[[Any], Result], timeout_s: float = 20.0) -> list[Result]:
-    """Return the results of `function(transport)` on all ranks, in rank order. Raises the first error."""
+    """Run `function(transport)` on all ranks. Return the results in rank order, or raise the first error."""
     return run_ranks(world_size, lambda ring: function(ring.transport), timeout_s=timeout_s)

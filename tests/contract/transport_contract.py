@@ -28,12 +28,12 @@ LONG_S = 30.0
 WHOLE_EXCHANGES = {
     "nccl",
     "peer+nccl",
-}  # these know only whether a whole exchange has arrived, so their errors name all its messages
+}  # these transports know only whether a whole exchange has arrived, so their errors name all its messages
 PROMPT_S = 8.0  # far below LONG_S, far above the needs of a busy machine
 
 
 def timeout_s(check: Check) -> float:
-    """Return the deadline of the transport that `check` uses."""
+    """Return the deadline that the transport must have for `check`."""
     return SHORT_S if check in (deadline_is_kept, missing_rank_is_named) else LONG_S
 
 
@@ -42,7 +42,7 @@ def neighbors(ring: Transport) -> tuple[int, int]:
 
 
 def receive(ring: Transport, peer: int, label: str = "x") -> torch.Tensor:
-    """Receive sixteen floats from `peer`."""
+    """Receive sixteen floats from `peer`, and return them."""
     buffer = torch.full((16,), float("nan"))
     ring.exchange([], [Message(peer, buffer, label)]).wait()
     return buffer
@@ -81,7 +81,7 @@ def shift_around(ring: Transport) -> None:
 
 
 def order_is_kept(ring: Transport) -> None:
-    # The k-th send is received by the k-th receive, whatever its length, in one exchange and over several.
+    # The k-th receive from a rank gets the k-th send, whatever its length, within one exchange and over several.
     _keep_order(ring, 3)
 
 
@@ -91,9 +91,9 @@ def ends_may_lie_apart(ring: Transport) -> None:
 
 
 def _keep_order(ring: Transport, received_first: int) -> None:
-    """Send three messages in one exchange and a fourth in the next.
+    """Check that the four messages of two exchanges arrive in order: three are sent in the first, one in the second.
 
-    Receive `received_first` of the messages in the first exchange, and the rest in the second.
+    `received_first` messages are received in the first exchange, and the rest in the second.
     """
     after, before = neighbors(ring)
     sizes = [4096, 1, 70_000, 16]
@@ -123,7 +123,7 @@ def many_in_flight(ring: Transport) -> None:
 
 
 def nothing_is_nothing(ring: Transport) -> None:
-    # Both sides leave out messages without bytes, so such a message needs no counterpart.
+    # Sender and receiver skip messages without bytes, so such a message needs no counterpart.
     after, before = neighbors(ring)
     nothing = torch.empty(0, 4)
     ring.exchange([], []).wait()
@@ -182,7 +182,7 @@ def bad_messages_are_refused(ring: Transport) -> None:
             with pytest.raises(InputError, match=why):
                 ring.exchange(sends, recvs)
     received = torch.zeros(16)
-    # No message of the refused exchanges is in flight.
+    # The refused exchanges have put no message in flight.
     ring.exchange([Message(after, good)], [Message(before, received)]).wait()
     assert received.tolist() == [float(before)] * 16
 
@@ -206,7 +206,7 @@ def agree_is_in_order(ring: Transport) -> None:
     for size in (0, 3, 247, 248, 249, 4000):
         payload = bytes([ring.rank]) * (size + ring.rank)
         assert ring.all_gather_bytes(payload) == [bytes([rank]) * (size + rank) for rank in range(ring.world_size)]
-    # One payload is longer than the others, and messages in flight are not disturbed.
+    # One payload is longer than the others. An all-gather does not disturb messages in flight.
     after, before = neighbors(ring)
     received = torch.zeros(16)
     handle = ring.exchange([Message(after, torch.full((16,), 5.0))], [Message(before, received)])
@@ -217,7 +217,7 @@ def agree_is_in_order(ring: Transport) -> None:
 
 
 def agree_passes_messages_by(ring: Transport) -> None:
-    # Receives of many sizes are posted before the all-gather, and their sends after it.
+    # Receives of many sizes are posted before an all-gather, and their sends after it.
     after, before = neighbors(ring)
     received = [torch.zeros(size, dtype=torch.uint8) for size in (8, 248, 256, 257, 512)]
     handle = ring.exchange([], [Message(before, buffer) for buffer in received])
@@ -349,7 +349,7 @@ def last_message_outlives_close(ring: Transport) -> None:
         time.sleep(0.5)
         handle.wait()
         assert bool((big == 3.0).all())
-        # Rank 0 has left; the other two continue.
+        # Rank 0 has closed its ring, and the other two ranks continue.
         send(ring, 2, 4.0)
     elif ring.rank == 2:
         assert receive(ring, 1).tolist() == [4.0] * 16
@@ -359,11 +359,11 @@ def last_message_outlives_close(ring: Transport) -> None:
 
 
 CHILD_S = 8
-"""A forked child that lives longer is killed."""
+"""The seconds after which a forked child is killed by SIGALRM."""
 
 
 def forked_child_is_refused(ring: Transport) -> None:
-    # Every rank forks while a message is in flight. The parents complete it and exchange another.
+    # Every rank forks while a message is in flight. The parents complete this message, and exchange another.
     after, before = (ring.rank + 1) % ring.world_size, (ring.rank - 1) % ring.world_size
     sent, received = torch.full((16,), float(ring.rank)), torch.zeros(16)
     hop = ring.bind([Message(after, sent)], [Message(before, received)])
@@ -380,9 +380,9 @@ def forked_child_is_refused(ring: Transport) -> None:
 
 
 def _count_refusals(ring: Transport, calls: list[Callable[[], object]]) -> int:
-    """Return how many of `calls`, and of four calls of `ring`, raise the error of a forked child.
+    """Return how many of `calls`, and of four calls of `ring`, raise the error that a forked child must get.
 
-    Return 99 if a call does not raise `ClosedError` at all.
+    Return 99 if a call succeeds.
     """
     calls += [
         lambda: ring.allocate(8),
@@ -449,4 +449,5 @@ CHECKS: list[Check] = [
 ONE_AFTER_ANOTHER: list[Check] = [
     check for check in CHECKS if check not in (ends_may_lie_apart, agree_passes_messages_by)
 ]
-"""For a transport whose exchanges run one after another: both ends of a message are in the same exchange."""
+"""The checks for a transport whose exchanges run one after another, so that both ranks of a message must have it in the
+same exchange."""

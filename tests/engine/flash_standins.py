@@ -1,4 +1,4 @@
-"""Stand-ins for FlashAttention 3 and 4 on the CPU. They have the recorded signatures and assert the requirements.
+"""Stand-ins for FlashAttention 3 and 4 on the CPU. They have the real signatures and assert the real requirements.
 
 Signatures and requirements are from Dao-AILab/flash-attention at commit 0251105: hopper/flash_api.cpp (TORCH_LIBRARY
 and the checks of mha_fwd and mha_bwd) and flash_attn/cute/interface.py. The second schema of bwd is from commit de1584b
@@ -72,7 +72,10 @@ class Calls(list[tuple[str, dict[str, Any]]]):
 
 @contextmanager
 def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
-    """Register `torch.ops.flash_attn_3` for CPU tensors, as FlashAttention 3 does on import; yield the calls."""
+    """Register `torch.ops.flash_attn_3` for CPU tensors, as FlashAttention 3 does on import. Yield the recorded calls.
+
+    `backward`: the schema of the op `bwd`.
+    """
     calls, library = Calls(), torch.library.Library("flash_attn_3", "DEF")
     returns_gradients = backward.endswith(FA3_BACKWARDS["de1584b"][len(_FA3_BACKWARD) :])
 
@@ -111,7 +114,7 @@ def fa3_library(backward: str = FA3_BACKWARDS["0251105"]) -> Iterator[Calls]:
 
 @contextmanager
 def fa4_module() -> Iterator[Calls]:
-    """Install a module `flash_attn.cute.interface` for CPU tensors, as in FlashAttention 4; yield the calls."""
+    """Install FlashAttention 4's module `flash_attn.cute.interface` for CPU tensors. Yield the recorded calls."""
     calls, module = Calls(), ModuleType("flash_attn.cute.interface")
 
     def fwd(a: dict[str, Any], defaults: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -137,12 +140,15 @@ def fa4_module() -> Iterator[Calls]:
 
 
 def _defaults(schema: Any) -> dict[str, Any]:
-    """Return the default of every argument of an op, in order; None for arguments without a default."""
+    """Return the default of each argument of an op, in order, or None for an argument without a default."""
     return {argument.name: argument.default_value for argument in schema.arguments}
 
 
 def _with_signature(arguments: str, body: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """Return a function with exactly these parameters. `body` receives the arguments by name, and the defaults."""
+    """Return a function with exactly the parameters in `arguments`, which is Python code.
+
+    It calls `body` with two dicts: all arguments by name, and the defaults.
+    """
     signature = inspect.signature(eval(f"lambda {arguments}: None"))
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -154,20 +160,23 @@ def _with_signature(arguments: str, body: Callable[..., tuple[Tensor | None, ...
 
 
 def _only(arguments: dict[str, Any], defaults: dict[str, Any], *used: str) -> None:
-    """Assert that the arguments which the stand-in ignores have their default values."""
+    """Assert that all arguments except `used` have their default values, because the stand-in ignores them."""
     changed = {name for name, value in arguments.items() if name not in used and value != defaults[name]}
     assert not changed, changed
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Assert what TMA requires: last stride 1, 16-byte addresses and strides, head dimensions in multiples of 8."""
+    """Assert that `x` meets the requirements of TMA, and return it.
+
+    Its last stride must be 1, its address and other strides multiples of 16 bytes, its head dimension one of 8.
+    """
     assert x.dim() == 4 and x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
     assert x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
     return x
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Return the scores (batch, kv heads, group, q rows, k rows) in float64."""
+    """Return the scaled and masked scores (batch, kv heads, group, q rows, k rows) in float64."""
     grouped = q.double().unflatten(2, (k.shape[2], -1))
     s = torch.einsum("bnhgd,bmhd->bhgnm", grouped, k.double()) * scale
     rows, keys = s.shape[-2:]
@@ -175,7 +184,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out (batch, rows, heads, dim) in q's dtype and lse (batch, heads, rows), natural log."""
+    """Return out (batch, rows, heads, dim) in q's dtype, and lse (batch, heads, rows) in natural logarithm."""
     q, k, v = (_readable(x) for x in (q, k, v))
     assert q.dtype == k.dtype == v.dtype and q.shape[0] == k.shape[0] == v.shape[0]
     assert k.shape[1:3] == v.shape[1:3] and q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3]

@@ -1,4 +1,4 @@
-"""The aten engine against the contract, its refusals, and checks of the CUDA ops that need no GPU."""
+"""The aten engine obeys the engine contract, and torch's CUDA ops behave as it expects, where no GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class TestAtenOnCpu(EngineContract):
-    """All tests of the engine contract except those of softcap."""
+    """The tests of the engine contract for the CPU op. Softcap must be refused."""
 
     softcap = False
 
@@ -31,7 +31,10 @@ class TestAtenOnCpu(EngineContract):
 
 
 class TestAtenWithSquareCausalOnly(EngineContract):
-    """The engine contract with tiles cut for the CUDA ops (causal rectangles are square), computed by the CPU op."""
+    """The tests of the engine contract with tiles cut as for the CUDA ops, whose causal rectangles must be square.
+
+    The CPU op computes them.
+    """
 
     softcap = False
 
@@ -45,7 +48,10 @@ class TestAtenWithSquareCausalOnly(EngineContract):
 def test_an_op_with_the_requirements_of_cuda(
     name: str, scale: float, with_dlse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in computes on the CPU and asserts what the CUDA ops require."""
+    """The engine calls an op only with operands that the CUDA ops accept.
+
+    A stand-in asserts the requirements of the CUDA ops, and computes on the CPU.
+    """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
@@ -68,7 +74,10 @@ def test_an_op_with_the_requirements_of_cuda(
 
 @pytest.mark.parametrize("flag", [False, True], ids=["missing", "too late"])
 def test_a_wrong_first_flag_gives_a_wrong_result(flag: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing flag leaves NaN in uninitialized rows; a flag that a later step sets again overwrites earlier sums."""
+    """The tests detect wrong flags for the first step on a row.
+
+    A missing flag leaves NaN in uninitialized rows. A flag that is set again by a later step overwrites earlier sums.
+    """
     trial = Trial(SCENARIOS["whole-zigzag-pass"], torch.float64, False)
     trial.check(trial.run(AtenEngine(HOST), Visit(overwrite=True)), 1e-10)
     monkeypatch.setattr(aten, "first_pieces", lambda steps, _: [(flag,) * len(step) for step in steps])
@@ -81,7 +90,10 @@ def test_a_wrong_first_flag_gives_a_wrong_result(flag: bool, monkeypatch: pytest
 def test_falls_back_to_plain_in_a_pass_with_an_uninitialized_state(
     sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fallback initialises the rows that no step has set yet, with their sinks."""
+    """If no op supports a call, the plain engine computes it in the same pass, with the same results.
+
+    It initialises the rows that no step has set yet, with their sinks.
+    """
     trial, runs = Trial(SCENARIOS["whole-pass"], torch.float64, True), []
     trial.sinks = torch.linspace(-1.0, 2.0, trial.scenario.heads) if sinks else None
     for op in (CPU, None):
@@ -124,7 +136,7 @@ def test_choice_of_op(
 
 
 def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order in which cuDNN's backward pass adds is not fixed, so the flash op is chosen instead."""
+    """With deterministic algorithms the flash op is chosen, because cuDNN's backward pass adds in no fixed order."""
     monkeypatch.setattr(aten, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -133,7 +145,7 @@ def test_cudnn_is_not_chosen_under_deterministic_algorithms(monkeypatch: pytest.
 
 
 def test_single_keys_do_not_go_to_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch does not run cuDNN's attention on a single key, so the flash op computes such a rectangle."""
+    """A rectangle with a single key is computed by the flash op, because torch does not run cuDNN's attention on it."""
     lengths = []
 
     def recording(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -157,7 +169,7 @@ def test_half_inputs_are_computed_in_float32_on_the_cpu(dtype: torch.dtype) -> N
 
 
 def test_strided_operands_are_not_copied() -> None:
-    """For float32 and equal head dimensions the op receives views of the caller's memory."""
+    """For float32 and equal head dimensions, the op receives views of the caller's memory."""
     seen: list[int] = []
     engine, trial = AtenEngine(HOST), Trial(SCENARIOS["zigzag"], torch.float32, False)
 
@@ -175,9 +187,9 @@ def test_strided_operands_are_not_copied() -> None:
 @pytest.mark.parametrize(("d_k", "d_v"), [(8, 1), (2, 1), (1, 1), (1, 8)])
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_a_single_column_with_batches_innermost_is_padded_correctly(d_k: int, d_v: int, with_dlse: bool) -> None:
-    """A column with batches innermost looks like channels_last. Torch's `pad` and `cat` keep such strides.
+    """Operands with a head dimension of 1 and batches innermost in memory are padded without error.
 
-    The op misreads such strides.
+    They look like channels_last tensors. Torch's `pad` and `cat` would keep these strides, which the op misreads.
     """
     scenario = SCENARIOS["causal"]._replace(d_k=d_k, d_v=d_v, batch=3, memory="batches")
     trial = Trial(scenario, torch.float64, with_dlse)
@@ -196,7 +208,7 @@ ops = torch.ops.aten
 BATCH, HEADS, KV_HEADS, ROWS, KEYS, DIM = 2, 4, 2, 37, 53, 64
 HALF, SINGLE = torch.bfloat16, torch.float32
 LSE = BATCH, HEADS, ROWS
-# Orders of (batch, heads, rows, dim) in memory: contiguous, a user's tensor, a received message.
+# The order of the axes of (batch, heads, rows, dim) in memory: contiguous, as in a user's tensor, as in a message.
 MEMORY = {"heads first": (0, 1, 2, 3), "tokens": (0, 2, 1, 3), "records": (2, 0, 1, 3)}
 
 
@@ -208,7 +220,7 @@ def meta(*shape: int, dtype: torch.dtype = HALF, memory: str = "heads first") ->
 
 
 def operands(memory: str = "heads first", dtype: torch.dtype = HALF) -> list[Tensor]:
-    """Return q, k and v with grouped heads."""
+    """Return q, k and v without data; several query heads share a K/V head."""
     shapes = (BATCH, HEADS, ROWS, DIM), *[(BATCH, KV_HEADS, KEYS, DIM)] * 2
     return [meta(*shape, dtype=dtype, memory=memory) for shape in shapes]
 
@@ -220,7 +232,10 @@ def shape_of(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("op", [CPU, FLASH, CUDNN], ids=lambda op: op.name)
 def test_every_block_op_returns_the_same_shapes_dtypes_and_strides(op: BlockOp, memory: str) -> None:
-    """Outputs have the strides of the queries, and gradients of grouped heads are already summed over the group."""
+    """Each op's out has the shape and strides of q, and its gradients have the shapes of q, k and v.
+
+    So gradients of K/V heads are already summed over the query heads of the group.
+    """
     q, k, v = operands(memory)
     out, lse = op.forward(q, k, v, False, 0.1)
     assert shape_of(out) == (q.shape, HALF) and out.stride() == q.stride() and shape_of(lse) == (LSE, SINGLE)
@@ -233,10 +248,10 @@ def test_every_block_op_returns_the_same_shapes_dtypes_and_strides(op: BlockOp, 
 
 @pytest.mark.parametrize("op", [FLASH, CUDNN], ids=lambda op: op.name)
 def test_backward_receives_tensors_like_those_of_forward(op: BlockOp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The op's backward receives lse and the random state as the op's forward returns them.
+    """The op's backward receives an lse and a random state as the op's forward returns them.
 
-    Both have the shapes and dtypes that they have there, and lse also has the strides, although the merged lse has
-    others.
+    Their shapes and dtypes are equal, and lse also has the strides of forward's, although the engine's merged lse has
+    other strides.
     """
     arguments: list[Any] = []
 
@@ -266,9 +281,10 @@ def test_backward_receives_tensors_like_those_of_forward(op: BlockOp, monkeypatc
 def test_cudnns_backward_receives_out_and_dout_in_a_layout_that_follows_from_q(
     memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch reuses a cuDNN graph for calls that differ only in the strides of out and dout.
+    """cuDNN's backward receives out and dout in the same layout for all layouts of the caller's tensors.
 
-    But the graph was compiled for the strides of the first call.
+    Torch reuses a cuDNN graph for calls that differ only in the strides of out and dout, but the graph was compiled for
+    the strides of the first call.
     """
     received: list[Tensor] = []
 

@@ -1,6 +1,7 @@
-"""Block tables against brute force.
+"""The block tables of the kernels agree with brute force.
 
-A table has every pair once, no row in two blocks, marks the right blocks as full, and visits no block without a pair.
+A table has every pair of query and key once and no row in two blocks. It marks the right blocks as full, and visits no
+block without a pair.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SIDES = ("query", "key")
 SIZES = st.sampled_from([(1, 1), (2, 3), (3, 2), (4, 16), (16, 4)])
 
 Pairs = Counter[tuple[int, int, int]]
-"""How often each (query head, query row, key row) is computed."""
+"""How often each pair (query head, query row, key row) is computed."""
 
 
 def table(tiles: Sequence[Tile], side: str, group: int, own_rows: int, other_rows: int) -> Blocks:
@@ -38,7 +39,7 @@ def table(tiles: Sequence[Tile], side: str, group: int, own_rows: int, other_row
 
 
 def pairs_of_tiles(tiles: Sequence[Tile]) -> Pairs:
-    """Count the pairs that the tiles contain by the definition of a tile."""
+    """Count the pairs in the tiles, by the definition of a tile."""
     pairs: Pairs = Counter()
     for tile in tiles:
         for q, q_row in zip(tile.q.positions.members(), tile.q.rows.members(), strict=True):
@@ -49,7 +50,10 @@ def pairs_of_tiles(tiles: Sequence[Tile]) -> Pairs:
 
 
 def pairs_of_table(blocks: Blocks, side: str, group: int, other_rows: int) -> Pairs:
-    """Count the pairs that a kernel computes: it visits the blocks of each entry, and masks those not marked full."""
+    """Count the pairs that a kernel computes with this table. Assert what the table guarantees about rows and blocks.
+
+    For each entry, a kernel visits a range of blocks, and masks those that are not marked full.
+    """
     pairs: Pairs = Counter()
     owned: set[tuple[int, int]] = set()
     for row0, row_stride, rows, head0, heads, first, end, _ in blocks.blocks.tolist():
@@ -85,7 +89,7 @@ def check(tiles: Sequence[Tile], group: int, sizes: tuple[int, int]) -> None:
 
 @covering
 def test_every_pair_of_a_plan_once(case: Case) -> None:
-    """A table has all tiles of a rank: halves of a zigzag, documents, windows, overlapping branches."""
+    """The tables of a rank's tiles have every pair once, for zigzags, documents, windows and overlapping branches."""
     problem = case.problem
     rank = case.reference.size % problem.world_size
     for key, tiles in tiles_of(problem, rank).items():
@@ -94,7 +98,10 @@ def test_every_pair_of_a_plan_once(case: Case) -> None:
 
 @given(st.integers(0, 400), SIZES)
 def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> None:
-    """The random tiles have strided rows and positions, may share rows, and may be for only some of the heads."""
+    """The tables of random tiles have every pair once.
+
+    The tiles have strided rows and positions, may share rows, and may be for only some of the heads.
+    """
     scenario = random_scenario(seed)
     for step in scenario.steps:
         check(step.tiles, scenario.group, sizes)
@@ -102,7 +109,7 @@ def test_every_pair_of_random_tiles_once(seed: int, sizes: tuple[int, int]) -> N
 
 @given(st.integers(0, 400), SIZES)
 def test_places_of_random_tiles(seed: int, sizes: tuple[int, int]) -> None:
-    """The tables give the distance of every pair, the positions of the rows, and the first head within the call."""
+    """The tables for ALiBi and dropout give the right distances of pairs, positions of rows, and first head."""
     scenario = random_scenario(seed, places=True)
     softmax = Softmax(1.0, scenario.group, alibi_slopes=(1.0,), starts=scenario.starts, dropout_p=0.5)
     for tiles in (step.tiles for step in scenario.steps):
@@ -139,7 +146,10 @@ def test_a_distance_beyond_the_kernels_is_refused() -> None:
 
 
 def test_positions_keep_their_low_bits() -> None:
-    """Dropout's counter contains only the low 32 bits of a position, so dropout allows any distance."""
+    """For dropout a table has the low 32 bits of positions, which are all that the random counter contains.
+
+    So dropout allows any distance, while ALiBi does not.
+    """
     far = [Tile(strip((1 << 32) - 5, 40, 2), strip(3, 8), FULL, StridedRange(0, 1))]
     blocks = query_blocks(far, 16, 16, softmax=Softmax(1.0, dropout_p=0.5))
     assert blocks.places is None and blocks.positions is not None
@@ -168,7 +178,7 @@ def test_longest_blocks_come_first() -> None:
 
 
 def test_one_table_holds_both_halves_of_a_zigzag() -> None:
-    """A row of the second half has both of its tiles in the same block."""
+    """Both tiles of a row of a zigzag's second half are in the same block, as two entries."""
     tiles = [causal(0, 32, 32), Tile(strip(96, 32, row=32), strip(0, 64), CAUSAL, StridedRange(0, 2))]
     tiles.append(Tile(strip(96, 32, row=32), strip(96, 32, row=64), CAUSAL, StridedRange(0, 2)))
     table = query_blocks(tiles, 32, 32)
@@ -185,7 +195,7 @@ def test_tiles_without_a_pair_make_no_block() -> None:
 
 
 def test_positions_beyond_int32_stay_exact() -> None:
-    """The table of a striped layout on 1,000 ranks is the same at position 2^40: it contains only distances."""
+    """The table of a striped layout on 1,000 ranks is the same at position 2^40, because it contains only distances."""
     far, stride = 1 << 40, 1000
     near, moved = (
         Tile(strip(start + 7, 50, stride), strip(start + 3, 50, stride), CAUSAL, StridedRange(0, 1))
@@ -230,7 +240,10 @@ def rows_of(block: list[int]) -> list[tuple[int, int]]:
 
 
 def expected(steps: list[Blocks], rows: int, heads: int) -> list[list[int]] | None:
-    """Return the flags of each block; None if a row is never updated or the rows of a block need different flags."""
+    """Return the flags that each block must have, by brute force.
+
+    Return None if a row is never updated, or if the rows of a block would need different flags.
+    """
     updates = defaultdict(list)
     for number, step in enumerate(steps):
         for block in step.blocks.tolist():
@@ -267,7 +280,10 @@ def test_flags_of_scenarios(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_flags_of_random_passes(seed: int) -> None:
-    """A tile with every row is added to the random tiles, so that about half of the passes can have flags."""
+    """`set_flags` agrees with brute force on random passes.
+
+    A tile with every row is added to the random tiles, so that about half of the passes can have flags.
+    """
     scenario, rng = random_scenario(seed), Random(seed)
     rows = StridedRange(0, scenario.q_rows)
     every = Tile(strip(0, rows.count), strip(0, 20), FULL, StridedRange(0, scenario.heads))

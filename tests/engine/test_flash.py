@@ -1,4 +1,4 @@
-"""The engines on FlashAttention 3 and 4 against the contract, on stand-ins with the recorded signatures."""
+"""The engines that call FlashAttention 3 and 4 obey the engine contract, on stand-ins for the two libraries."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def standin(op: BlockOp) -> AbstractContextManager[Calls]:
 
 @pytest.fixture
 def _all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine pass the dtypes that the contract compares exactly; the real kernels take half inputs only."""
+    """Let the engine also pass float32 and float64 to the stand-ins. The real kernels accept half precision only."""
     monkeypatch.setattr(flash, "HALF_DTYPES", (*HALF_DTYPES, torch.float32, torch.float64))
 
 
 @pytest.mark.usefixtures("_all_dtypes", "calls")
 @BOTH
 class TestFlashAttention(EngineContract):
-    """All tests of the engine contract except those of softcap and of infinite scores.
+    """The tests of the engine contract. Softcap must be refused, and rows with infinite scores may be NaN.
 
     What the real kernels return for scores of -inf is unknown.
     """
@@ -61,7 +61,7 @@ class TestFlashAttention(EngineContract):
 
 
 def operands(dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Return q, k, v, out, dout (2, heads, rows, dim) as views of (rows, batch, heads, dim), and a strided lse."""
+    """Return [q, k, v, out, dout, lse]. lse is strided; the others (2, heads, rows, dim) are views with rows outermost."""
     torch.manual_seed(0)
     heads = (4, 2, 2, 4, 4)
     tensors = [torch.randn(6, 2, head_count, dim).to(dtype).permute(1, 2, 0, 3) for head_count in heads]
@@ -99,7 +99,10 @@ def test_aligned_operands_are_not_copied(op: BlockOp, calls: Calls) -> None:
 @BOTH
 @pytest.mark.parametrize("fault", ["address", "stride", "last stride"])
 def test_operands_that_cannot_be_read_are_copied(op: BlockOp, fault: str, calls: Calls) -> None:
-    """The stand-ins require 16-byte addresses and strides. A dimension with a single head may have any stride."""
+    """Operands that TMA cannot read are copied, so that the results are those of contiguous operands.
+
+    TMA needs addresses and strides in multiples of 16 bytes.
+    """
     q, k, v, *_ = operands(64)
     k, v = k[:, :1], v[:, :1]
     if fault == "address":
@@ -126,7 +129,10 @@ def test_the_op_receives_the_deterministic_flag(
 
 @pytest.mark.parametrize("margin", [0, 6])
 def test_a_margin_reaches_every_kernel_of_an_op_that_supports_it(margin: int) -> None:
-    """FlashAttention 4 has no argument `sm_margin` in its recorded signature, so its engine reports a margin of 0."""
+    """FlashAttention 3 receives the margin in each call.
+
+    FlashAttention 4 has no argument `sm_margin`, so its engine reports a margin of 0.
+    """
     for op, effective in ((FA3, margin), (FA4, 0)):
         trial = Trial(SCENARIOS["zigzag"], torch.bfloat16, True)
         engine = FlashEngine(HOST, op, margin)
@@ -137,7 +143,7 @@ def test_a_margin_reaches_every_kernel_of_an_op_that_supports_it(margin: int) ->
 
 
 def test_fa3_wide_heads_use_torchs_flash_op_if_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashAttention 3 has no deterministic backward for head dimensions above 192."""
+    """Torch's flash op computes a deterministic backward for heads wider than 192, which FlashAttention 3 does not."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     seen = []
 
@@ -157,7 +163,7 @@ def test_fa3_wide_heads_use_torchs_flash_op_if_deterministic(monkeypatch: pytest
 
 
 def test_fa3_takes_one_split() -> None:
-    """The default number of splits depends on the GPU, and the order of the sums depends on the number of splits."""
+    """FlashAttention 3 is called with one split, so that the order of sums does not depend on the GPU."""
     q, k, v, *_ = operands(64)
     with fa3_library() as calls:
         FA3.forward(q, k, v, False, 0.1)
@@ -185,9 +191,10 @@ def test_fa3_gradients_do_not_depend_on_its_return_values(schema: str) -> None:
 
 @BOTH
 def test_other_calls_run_as_in_the_aten_engine(op: BlockOp, calls: Calls) -> None:
-    """FlashAttention runs neither float32 nor a backward pass whose heads are too wide.
+    """Calls that FlashAttention does not support, with float32 or too wide heads, run as in the aten engine.
 
-    The second case has heads of 256, which the additional column for the gradient of lse makes too wide.
+    The second case has heads of 256 dimensions. In backward they are too wide with the additional column for the
+    gradient of lse.
     """
     trial = Trial(SCENARIOS["zigzag"], torch.float32, True)
     trial.check(trial.run(FlashEngine(HOST, op)), 1e-5)
@@ -251,7 +258,10 @@ def test_either_library_of_fa3_suffices(module: str, monkeypatch: pytest.MonkeyP
 
 
 def test_fa4_takes_narrower_heads_on_sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is that of `_validate_head_dims` in flash_attn/cute/interface.py."""
+    """On sm_100, FlashAttention 4 gets heads of up to 128 dimensions.
+
+    This is the limit of `_validate_head_dims` in flash_attn/cute/interface.py.
+    """
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(aten, "choose", lambda *_: CPU)
     with fa4_module():

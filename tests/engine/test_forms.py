@@ -1,4 +1,4 @@
-"""The form of the kernels that a call gets on a Hopper GPU, tested without such a GPU."""
+"""Which form of the kernels (gluon, descriptors or pointers) a call gets on a Hopper GPU, tested without such a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Recorded:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """Record the launches that would run on sm_90."""
+    """Let the engine choose kernels as on sm_90. Yield a record of the launches, none of which runs."""
     recorded = Recorded()
     monkeypatch.setattr(engine_module, "kept", recorded)
     monkeypatch.setattr(engine_module, "architecture", lambda device: 90)
@@ -91,9 +91,9 @@ def test_a_call_gets_the_best_form_that_takes_it(case: dict[str, Any], form: str
 
 
 def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded) -> None:
-    """A call in another form keeps the block sizes of the pass.
+    """A call whose tensors need another form keeps the block sizes of the pass.
 
-    The flags of first blocks are set for those sizes; with others a launch could read a state that is not initialised.
+    The flags of first blocks are set for these sizes. With others, a launch could read a state that is not initialised.
     """
     run_forward(TritonEngine(), rows(), rows(), rows())
     run_forward(TritonEngine(), rows(), rows(pad=1), rows())
@@ -223,6 +223,6 @@ def test_the_fused_backward_does_not_use_gluon(launched: Recorded) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_another_form_for_a_tensor_has_the_flags_of_the_pass(dim: int) -> None:
-    """Both forms have the same number of queries per block, so the same blocks of a pass are first or last in both."""
+    """Both backward forms have the same number of queries per block, so the flags of a pass suit both."""
     table = configs_for(90, HALF, dim)
     assert table.grad_q.block_m == GRAD_Q[dim].block_m and GRAD_KV[dim].form == "gluon"

@@ -1,4 +1,4 @@
-"""The plain engine against the contract and in bounded memory; merges of softmax states; dropout's generator."""
+"""The plain engine obeys the engine contract in bounded memory. Softmax states merge, and dropout draws, correctly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.contract.engine_trial import Trial
 
 
 class TestPlain(EngineContract):
-    """All tests of the engine contract."""
+    """The tests of the engine contract for the plain engine, with ALiBi and dropout."""
 
     places = True
 
@@ -30,7 +30,10 @@ class TestPlain(EngineContract):
 
 @pytest.mark.parametrize("name", ["causal", "window", "dilated", "blind", "softcap", "alibi"])
 def test_chunks_of_rows_make_no_difference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine computes the scores of seven rows at a time, so chunks begin and end inside every band."""
+    """Results are right if the engine computes the scores of only seven rows at a time.
+
+    Chunks of rows then begin and end inside every band.
+    """
     scenario = SCENARIOS[name]
     keys = scenario.steps[0].tiles[0].k.rows.count
     monkeypatch.setattr(plain, "SCORES_BYTES", 7 * 8 * keys * scenario.batch * scenario.heads)
@@ -61,7 +64,7 @@ def test_score_matrices_of_all_heads_and_batches_stay_in_bounds(monkeypatch: pyt
 
 
 def test_tiles_without_a_pair_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of the scenario's second tile come after all its queries, so the tile has no pair."""
+    """No score matrix is made for a tile without a pair, here the second tile, whose keys are after all queries."""
     sizes = recorded_scores(monkeypatch)
     Trial(SCENARIOS["blind"], torch.float32, False).run(PlainEngine())
     assert len(sizes) == 2
@@ -147,7 +150,10 @@ def test_published_answers(counter_and_key: tuple[int, ...]) -> None:
 
 
 def test_dropped_pairs_follow_the_definition() -> None:
-    """The case has strided heads and positions that do not start at 0, and a seed that fills both words of the key."""
+    """Dropout drops the pairs that the reference drops.
+
+    Heads and positions are strided and do not start at 0, and the seed fills both words of the key.
+    """
     heads, queries, keys, seed = StridedRange(3, 2, 2), StridedRange(5, 4, 7), StridedRange(2, 9, 3), 2**63 + 12345
     dropped = torch.empty(2, 2, 4, 9, dtype=torch.bool)
     is_dropped(dropped, heads, queries, keys, seed, 0.4)
@@ -156,7 +162,7 @@ def test_dropped_pairs_follow_the_definition() -> None:
 
 
 def test_a_position_uses_all_32_bits_of_its_word() -> None:
-    """The largest allowed positions get other random numbers than the positions with the same lower 31 bits."""
+    """The largest allowed positions get other random numbers than positions with the same lower 31 bits."""
     near, far = (torch.empty(1, 1, 64, 64, dtype=torch.bool) for _ in range(2))
     is_dropped(near, StridedRange(0, 1), StridedRange(2**31 - 64, 64), StridedRange(2**31 - 64, 64), 1, 0.5)
     is_dropped(far, StridedRange(0, 1), StridedRange(2**32 - 64, 64), StridedRange(2**32 - 64, 64), 1, 0.5)

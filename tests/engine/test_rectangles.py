@@ -1,4 +1,4 @@
-"""Tiles cut into rectangles, against brute-force boolean masks."""
+"""Tiles are cut into rectangles, and rectangles are joined, without losing a pair, as brute force shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = StridedRange(0, 1)
 
 
 def pairs_of(rectangle: Rectangle) -> list[tuple[int, int]]:
-    """Return the (q row, k row) pairs that a kernel would compute."""
+    """Return the (q row, k row) pairs that a kernel would compute for this rectangle."""
     q_rows, k_rows = list(rectangle.q_rows.members()), list(rectangle.k_rows.members())
     if rectangle.reversed:
         q_rows, k_rows = q_rows[::-1], k_rows[::-1]
@@ -149,7 +149,7 @@ def test_joining_neighbours_keeps_every_pair_of_every_head(separate: list[Rectan
 
 @st.composite
 def dilated_shards(draw: st.DrawFn) -> list[Tile]:
-    """Draw the local tiles of a shard of up to three ranges under dilated branches, each for a range of heads."""
+    """Draw the local tiles of a shard that has up to three ranges of rows and dilated branches, each for some heads."""
     starts = sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=3)))
     runs = [StridedRange(a, draw(st.integers(1, b - a))) for a, b in zip(starts, [*starts[1:], 40], strict=True)]
     rows = [StridedRange(sum(r.count for r in runs[:n]), run.count) for n, run in enumerate(runs)]
@@ -223,7 +223,8 @@ def test_first_pieces_of_random_passes() -> None:
     for seed in range(300):
         rng = Random(seed)
         cuts = sorted({0, 12, rng.randrange(1, 12)})
-        # Three quarters of the passes cut the rows at the same row in every step, so that many have first pieces.
+        # In three quarters of the passes, pieces begin and end at the same rows in every step, so that many passes can
+        # have flags for first pieces.
         runs = [StridedRange(a, b - a) for a, b in pairwise(cuts)]
         heads = [StridedRange(0, 4)] if seed % 2 else [StridedRange(0, 1), StridedRange(1, 3), StridedRange(0, 2, 2)]
         steps = [

@@ -1,4 +1,4 @@
-"""The choice of the engine, and the reason that users see."""
+"""Which engine is chosen, and the reason that users see."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def chosen_by_auto(
     device: torch.device, dtype: torch.dtype = HALF, d_k: int = 128, d_v: int = 128, softmax: Softmax | None = None
 ) -> tuple[str, str]:
-    """Return the name of the engine that auto chooses, and the reason."""
+    """Return the name of the engine that `engine="auto"` chooses, and the reason."""
     choice = choose("auto", device, dtype, d_k, d_v, softmax)
     name, reason = choice.why.split(": ", 1)
     assert choice.engine.name == name
@@ -97,9 +97,9 @@ def test_a_softcap_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("_hopper")
 def test_alibi_and_dropout_on_a_gpu() -> None:
-    """Triton's kernels except Gluon's compute ALiBi and dropout, with or without a softcap.
+    """For ALiBi and dropout auto chooses `triton` on a GPU, with or without a softcap. The Gluon kernel has neither.
 
-    The plain engine computes slopes that are too steep for those kernels.
+    For slopes that are too steep for these kernels, it chooses `plain`.
     """
     expected = "the only fused kernels with {}; forward by the form descriptors (the Gluon kernel has no {})"
     assert chosen_by_auto(CUDA, softmax=BIASED) == ("triton", expected.format("alibi_slopes", "alibi_slopes"))
@@ -173,7 +173,7 @@ def test_a_margin_reaches_every_engine_that_supports_it(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("_hopper")
 def test_an_engine_that_leaves_nothing_free_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring warns only if its exchanges need multiprocessors, and only about a GPU."""
+    """A ring warns once if its engine leaves no multiprocessors free for exchanges on a GPU that need them."""
     monkeypatch.setattr(LocalTransport, "sm_margin", 8)
     with Ring() as ring, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -225,7 +225,7 @@ def test_an_engine_may_be_given_as_an_object() -> None:
 
 
 def test_explain_says_what_a_margin_costs() -> None:
-    # Without `message_sms`: messages use the reserved SMs first, so the margin would save what messages cost otherwise.
+    # `message_sms` is 0: otherwise messages would use the reserved SMs, and the margin would save what they cost else.
     apart = replace(CLUSTERS["h100"], message_sms=0.0)
     facts = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "cluster": apart}
 
@@ -237,7 +237,7 @@ def test_explain_says_what_a_margin_costs() -> None:
     assert "multiprocessors" not in str(none)
     for explanation, share in ((four, 4 / 132), (eight, 8 / 132)):
         assert explanation.predicted_us - explanation.margin_us == pytest.approx(none.predicted_us)
-        # A long ring spends nearly all its time on arithmetic, so this time grows by nearly the whole share.
+        # A long ring spends nearly all its time on arithmetic, so its time grows by nearly the share of reserved SMs.
         assert 0.95 * share < explanation.margin_us / explanation.predicted_us <= share
     cost = duration(eight.margin_us / 1e6)
     line = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {cost} of that"

@@ -1,4 +1,4 @@
-"""The Triton engine without a GPU; `tests/kernels/test_interpreted.py` runs its contract in the interpreter."""
+"""Parts of the Triton engine that need no GPU. `tests/kernels/test_interpreted.py` runs the engine contract."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tables_are_made_once_for_each_block_size(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(engine_module, "query_blocks", fail)
     monkeypatch.setattr(engine_module, "key_blocks", fail)
-    # A table does not depend on warps and stages.
+    # A table depends on the block sizes only, not on the numbers of warps and stages.
     again = whole.by_query(Config(16, 32, 8, 3), HOST), whole.by_key(Config(16, 32, 8, 3), HOST)
     assert again[0] is first[0] and again[1] is first[1] and first[0] is not first[1]
     with pytest.raises(AssertionError, match="made again"):
