@@ -1,4 +1,4 @@
-"""The reference (`tests.fuzz.reference`) with the arguments of `Ring.dilated_attention`.
+"""A reference of dilated attention: `tests.fuzz.reference` with the arguments of `Ring.dilated_attention`.
 
 Guarantees: out and lse are differentiable by autograd; a row without keys gives out 0 and lse -inf, and zero gradients.
 It is slow, and it stores (branches, heads, tokens, tokens) numbers.
@@ -36,14 +36,15 @@ def dilated_reference(
     """Return dilated attention of whole sequences (LongNet, arXiv 2307.02486, equations 3 to 15), in float64.
 
     q (batch, tokens, q_heads, d_k), k (batch, tokens, kv_heads, d_k), v (batch, tokens, kv_heads, d_v), sinks
-    (q_heads,). `documents` are bounds [0, ..., tokens]; segments restart in each. A pair that several branches allow
-    counts once for each. `alibi_slopes` (q_heads,): a score loses slope * |distance in tokens|. Returns out (batch,
-    tokens, q_heads, d_v) and lse (batch, q_heads, tokens), natural log.
+    (q_heads,). `documents` are bounds [0, ..., tokens]; segments restart in each document. A pair that several branches
+    allow counts once for each branch. `alibi_slopes` (q_heads,): slope * |distance in tokens| is subtracted from a
+    score. Return out (batch, tokens, q_heads, d_v) and lse (batch, q_heads, tokens), natural logarithm.
 
-    tail="zero_pad": in each segment, each residue class is padded with zero keys to ceil(min(w, document) / r) rows, at
-    the positions that follow the segment. If r does not divide min(w, document) and more segments follow, torchscale
-    moves rows, but this reference does not. grad="detached": the weights that mix the branches and the lse carry no
-    gradient. Raises ValueError for an unknown `tail` or `grad`, and for "detached" with sinks.
+    A branch has segments of w tokens and the dilation rate r. With tail="zero_pad", the kept rows of each segment and
+    offset are padded with zero keys to ceil(min(w, document) / r) rows, at the positions that follow the segment. If r
+    does not divide min(w, document) and more segments follow, torchscale moves rows, but this reference does not. With
+    grad="detached", no gradient flows through lse and through the weights that mix the branches. Raises ValueError for
+    an unknown `tail` or `grad`, and for "detached" with sinks.
     """
     if tail not in ("ragged", "zero_pad") or grad not in ("exact", "detached"):
         raise ValueError(f"no reference for tail={tail!r}, grad={grad!r}")
@@ -69,7 +70,7 @@ def coverage(
     layer: int | None = None,
     documents: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return which positions each query head keeps in each branch: booleans (branches, q_heads, length)."""
+    """Return a mask (branches, q_heads, length) of the positions that each query head keeps in each branch."""
     _check_layer(offset, layer)
     positions, branches = reference.places(length, documents), zip(segment_lengths, dilation_rates, strict=True)
     return torch.stack([reference.kept_rows(positions, (q_heads, kv_heads), w, r, offset, layer) for w, r in branches])

@@ -1,4 +1,4 @@
-"""Caches with a limit in bytes: the order in which entries are dropped, and the measured sizes of values."""
+"""Caches with a limit in bytes drop entries in the right order, and measure the sizes of values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringattn.core.bounded_cache import BoundedCache, bounded, held_bytes
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> BoundedCache[int, bytes]:
-    """Return a cache of 100 bytes that never drops its last two entries."""
+    """Return a cache of 100 bytes that never drops the two entries that were used last."""
     monkeypatch.setattr(bounded_cache, "CACHE_BYTES", 100)
     monkeypatch.setattr(bounded_cache, "AT_LEAST", 2)
     return BoundedCache(lambda key, value: len(value))

@@ -1,4 +1,4 @@
-"""The reference of dilated attention against a loop over rows, hand-made tables, finite differences and torchscale.
+"""The reference of dilated attention agrees with a loop over rows, tables by hand, finite differences and torchscale.
 
 Guarantees: each promise of `tests/core/dilated_reference.py` is checked by code that shares no line with it.
 """
@@ -35,7 +35,10 @@ OVERLAPPING: dict[str, Any] = {"segment_lengths": [3, 8], "dilation_rates": [1, 
 
 
 def test_a_key_of_two_branches_counts_twice() -> None:
-    """Token 0 attends to itself in both branches, token 1 in one branch."""
+    """A key that a query attends to in two branches counts twice in the softmax.
+
+    In the first case, token 0 attends to itself in both branches and to token 1 in one.
+    """
     q, k, v = qkv(2, 1, 1)
     out, lse = dilated_reference(q, k, v, segment_lengths=[1, 2], dilation_rates=[1, 1], scale=1.0)
     s, (v0, v1) = torch.exp(torch.einsum("bhd,buhd->bu", q[:, 0], k)), v[:, :, 0].unbind(1)
@@ -64,7 +67,10 @@ def drawn(kept: Tensor) -> list[str]:
     ],
 )
 def test_coverage_by_hand(offset: str, layer: int | None, picture: list[str]) -> None:
-    """There are four query heads, two K/V heads and segments of five tokens. Each head keeps every third token."""
+    """`coverage` keeps the positions in the picture, which has a line per query head.
+
+    There are two K/V heads, segments of five tokens, and the dilation rate 3.
+    """
     assert drawn(coverage(10, 4, 2, [5], [3], offset, layer)[0]) == picture
 
 

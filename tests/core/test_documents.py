@@ -1,4 +1,4 @@
-"""Placements of documents on ranks: each token once, equal counts, balanced pairs, and the planner's costs."""
+"""Placements of documents on ranks have each token once, equal counts, balanced pairs, and the expected costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ranks_of = st.sampled_from(WORLD_SIZES)
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw the bounds of few or many documents, some empty, with a single token, or longer than a rank's share."""
+    """Draw the bounds of few or many documents. Some are empty, have a single token, or exceed a rank's share."""
     lengths = draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13, 40, 100]), min_size=1, max_size=30))
     ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     return tuple(ends)
@@ -92,8 +92,8 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
     assert max(load.pairs) <= 1.01 * sum(load.pairs) / 4
     assert load.in_steps <= 1.01 * sum(load.pairs) / 4, "no step waits for one rank"
     assert sum(load.sent) == 9000  # as zigzag of the long document: 6 + 5 + 4 + 3 chunks of 500
-    # The second choice cuts the long document into four parts with equal pairs, at sqrt(k / 4) of its length for k = 1,
-    # 2, 3. The part after a cut reads all tokens before that cut.
+    # The second choice cuts the long document into four parts with equal numbers of pairs, at sqrt(k / 4) of its length
+    # for k = 1, 2, 3. The part after a cut reads all tokens before the cut.
     fewest = load_of(bounds, place(bounds, 4, CHOICES[1]))
     assert sum(fewest.sent) <= 1.02 * 4000 * (0.25**0.5 + 0.5**0.5 + 0.75**0.5)
     assert fewest.in_steps > 1.2 * load.in_steps
@@ -131,13 +131,17 @@ def test_placed_at_once_any_owners_are_a_placement_and_the_search_counts_its_row
     assert_whole(bounds, ranks, shards)
     if not outcome.moved:
         assert outcome.over == sum(max(0, pairs - search.most) for pairs in load.pairs)
-        # If a rank takes the end of a document that it owns, the search counts the rows of that document twice.
+        # If a rank takes the end of a document that the rank itself owns, the search counts the rows of the document
+        # twice.
         twice = any(end >= 0 and assignment.ends[assignment.owners[end]] == end for end in assignment.ends)
         assert sum(load.sent) == outcome.rows or (twice and sum(load.sent) < outcome.rows)
 
 
 def test_placed_at_once_moved_first_tokens_cost_a_row_each() -> None:
-    """Rank 0 is 20 tokens short, rank 1 has 20 too many, and rank 2 has its share."""
+    """If the first tokens of a document move to another rank to even out the counts, each costs a row to send.
+
+    Here rank 0 has 20 tokens too few, rank 1 has 20 too many, and rank 2 has its share.
+    """
     search = Search((0, 80, 200, 300), 3, 1.05)
     assignment = Owners([1, 2, 0], [-1] * 3, [80, 120, 100], [causal_pairs(0, n) for n in (80, 120, 100)])
     outcome, load = search.outcome_of(assignment), load_of((0, 80, 200, 300), search.shards(assignment))
@@ -148,7 +152,10 @@ def test_placed_at_once_moved_first_tokens_cost_a_row_each() -> None:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_placed_at_once_no_single_even_choice_sends_fewer_rows(ranks: int) -> None:
-    """The choices differ for these documents, and moving a document to another rank saves rows."""
+    """The search sends fewer rows than any single starting choice whose pairs are as even.
+
+    For these documents the choices differ, and moving a document to another rank saves rows.
+    """
     lengths = (
         11, 31, 11, 25, 1096, 16, 969, 36, 148, 11, 53, 25, 32, 19, 1115, 38, 51, 43, 27, 82, 34, 29, 13, 28, 13, 31,
         21, 61, 31, 18,

@@ -1,4 +1,4 @@
-"""Strided ranges, bands and tiles against brute force over their members."""
+"""Operations on strided ranges, bands and tiles agree with brute force over their members."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.strategies import bands, row_pairs, runs, tight_or_open, tiles
 
 
 def allowed(q: StridedRange, k: StridedRange, band: Band) -> set[tuple[int, int]]:
-    """Return the pairs of positions inside the band."""
+    """Return the pairs of query and key positions that the band allows."""
     return {(a, b) for a in q.members() for b in k.members() if band.lo <= a - b <= band.hi}
 
 
@@ -65,7 +65,7 @@ def test_index_band_of_aligned_tiles(tile: Tile) -> None:
 
 
 def test_index_band_of_a_full_tile_of_unequal_strides() -> None:
-    """`aligned` does not split a full tile, although one index step is a longer distance in keys than in queries."""
+    """`aligned` does not split a full tile whose keys have another stride than its queries."""
     tile = Tile(
         TokenRange(StridedRange(0, 2), StridedRange(0, 2)),
         TokenRange(StridedRange(1, 2, 2), StridedRange(0, 2)),

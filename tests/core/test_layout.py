@@ -1,4 +1,4 @@
-"""Layouts against their definitions: one owner for every token, in the promised order."""
+"""Layouts follow their definitions: every token has one owner, and tokens are in the documented order."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_per_document_cuts_each_document_into_mirrored_chunks(data: st.DataObjec
     documents = data.draw(cuts(length))
     layout = make_layout("per_document", length, ranks, documents)
     for start, stop in pairwise(documents):
-        # From the start of a document, the owners of its chunks ascend through the ranks, then descend. Ranks get equal
-        # numbers of its tokens, up to two.
+        # From the start of a document to its end, the owners of its chunks ascend through the ranks, then descend. The
+        # numbers of its tokens on two ranks differ by at most two.
         owner = {
             token: rank for rank, shard in enumerate(positions(layout)) for token in shard if start <= token < stop
         }
@@ -86,7 +86,7 @@ def test_the_first_ranks_take_the_extra_tokens(name: str) -> None:
 
 
 def test_extra_tokens_of_many_documents_do_not_pile_up() -> None:
-    # Each document has one token, and successive documents give it to different chunks.
+    # Each document has one token. Successive documents give their extra token to different chunks.
     assert make_layout("per_document", 8, 4, tuple(range(9))).counts == (2, 2, 2, 2)
 
 

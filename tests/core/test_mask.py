@@ -1,4 +1,4 @@
-"""Masks and problems: the meaning of the options, and errors that name invalid ones."""
+"""Masks and problems: what the options mean, and errors that name invalid options."""
 
 from __future__ import annotations
 

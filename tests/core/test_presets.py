@@ -1,4 +1,4 @@
-"""Sets of branches: the published numbers, refusals, and warnings whose fractions are counted one by one."""
+"""Presets of dilated branches: the published numbers, refusals, and warnings with the right fractions of queries."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_head_offsets() -> None:
 
 
 def percentages(warnings: list[str], phrase: str) -> list[float]:
-    """Return the percentages in the warnings that contain a phrase."""
+    """Return the percentage in each warning that contains `phrase`."""
     return [float(re.search(r"([0-9.]+) %", text)[1]) for text in warnings if phrase in text]  # type: ignore[index]
 
 

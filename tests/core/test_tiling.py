@@ -1,4 +1,4 @@
-"""Tiles against brute force: every allowed pair once, no other pair, no idle row."""
+"""The tiles of a mask have every allowed pair once, no other pair and no idle row, as brute force shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.strategies import Case, covering, simple
 
 
 def inside(tile: Tile) -> np.ndarray:
-    """Return which pairs of a tile its band allows, (queries, keys) booleans."""
+    """Return a mask (queries, keys) of the pairs of a tile that its band allows."""
     q, k = (np.array(strip.positions.members(), np.int64) for strip in (tile.q, tile.k))
     return (q[:, None] - k[None, :] >= tile.band.lo) & (q[:, None] - k[None, :] <= tile.band.hi)
 

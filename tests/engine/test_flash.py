@@ -61,7 +61,7 @@ class TestFlashAttention(EngineContract):
 
 
 def operands(dim: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Return [q, k, v, out, dout, lse]. lse is strided; the others (2, heads, rows, dim) are views with rows outermost."""
+    """Return [q, k, v, out, dout, lse]. lse is strided, and the others (2, heads, rows, dim) have rows outermost."""
     torch.manual_seed(0)
     heads = (4, 2, 2, 4, 4)
     tensors = [torch.randn(6, 2, head_count, dim).to(dtype).permute(1, 2, 0, 3) for head_count in heads]

@@ -1,4 +1,4 @@
-"""Flight records: their content, the records of a failed ring, and the report of `ringattn flight` about them."""
+"""Flight records: their content, the records that a failed ring leaves, and the report of `ringattn flight`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.contract.processes import Processes, rendezvous_store
 def post(
     record: FlightRecord, op: str, peer: int, label: str, nbytes: int = 8, state: str = DONE, lane: int = 0
 ) -> None:
-    """Record one exchange of one message."""
+    """Add an exchange with one message to `record`."""
     flight = record.begin(lane, (MessageRecord(op, peer, nbytes, 0, label),))
     flight.state = state
     flight.done_s = time.time() if state == DONE else 0.0
@@ -49,7 +49,7 @@ def pair() -> tuple[FlightRecord, FlightRecord]:
 
 
 def mismatches(folder: Path, *records: FlightRecord) -> list[str]:
-    """Return the mismatches of the records, one line each."""
+    """Write the records to `folder`. Return the mismatches between them, one line each."""
     for record in records:
         record.dump(folder, "broken")
     return divergences(read_records(folder))
@@ -100,7 +100,7 @@ def test_bytes_that_differ_name_both_ends(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_rank_that_never_posted_is_named_before_those_that_wait(tmp_path: Path) -> None:
-    # Rank 0 waits for rank 2, rank 2 waits for rank 1, and rank 1 is not in an exchange.
+    # Rank 0 waits for rank 2, rank 2 waits for rank 1, and rank 1 is not in an exchange. So rank 1 is to blame.
     a, b, c = (FlightRecord(rank, 3, "gloo") for rank in range(3))
     for n in range(3):
         post(b, "recv", 2, f"step {n}")
@@ -148,7 +148,7 @@ def test_what_is_posted_after_the_peer_gave_up_answers_nothing(tmp_path: Path) -
 
 
 def test_lanes_do_not_meet(tmp_path: Path) -> None:
-    # One rank may post its end of an exchange before an all-gather, and the other rank after it.
+    # One rank may post its part of an exchange before an all-gather, and the other rank after it.
     a, b = pair()
     post(a, "send", 1, "all-gather 0", 256, lane=CONTROL_LANE)
     post(a, "send", 1, "kv", 64)
@@ -216,7 +216,7 @@ def spoil(text: str) -> Callable[[Path], object]:
 
 
 def odd(*path: str | int, value: object = None) -> Callable[[Path], object]:
-    """Return a function that writes a record in which the value at `path` is replaced by `value`."""
+    """Return a function that writes a record to a folder, with the value at `path` in its JSON replaced by `value`."""
 
     def write(folder: Path) -> None:
         record = FlightRecord(0, 2, "gloo")
@@ -294,7 +294,7 @@ def processes() -> Iterator[Processes]:
 
 
 def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
-    """Open a ring. No rank returns before all ranks have gathered, so an abort that follows interrupts no opening."""
+    """Open a ring over gloo. No rank returns before all have opened it, so that a later abort interrupts no opening."""
     store = rendezvous_store(rank, world_size, 60.0)
     ring = GlooTransport.open(Opening(store, rank, world_size, 20.0, folder))
     ring.all_gather_bytes(b"")
@@ -304,7 +304,10 @@ def opened(rank: int, world_size: int, folder: Path | None) -> GlooTransport:
 
 
 def never_sends(rank: int, world_size: int, folder: Path) -> str:
-    """Run step 0 on all ranks, and step 1, which rank 1 joins only after the deadline. Return the error's message."""
+    """Run step 0 on all ranks. Then run step 1, which rank 1 joins only after the deadline.
+
+    Return the message of this rank's error.
+    """
     ring = opened(rank, world_size, folder)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     kv = torch.zeros(16)
@@ -417,9 +420,9 @@ IN_PYTHON = "ready()\ntime.sleep(60)\n"
 
 
 def told_to_end(folder: Path, program: str, before: str = "") -> tuple[int, str]:
-    """Return the exit code and the output of a process that gets SIGTERM when it is ready.
+    """Run a process, and send it SIGTERM when it has printed "ready". Return its exit code and its output.
 
-    `program`: the process's code after it has opened its ring. `before`: its code before that.
+    `program`: the code of the process after it has made its flight record. `before`: its code before that.
     """
     begin = BEGIN.replace("record = opened()", before + "record = opened()")
     command = [sys.executable, "-c", begin + program, str(folder)]
@@ -435,7 +438,7 @@ def told_to_end(folder: Path, program: str, before: str = "") -> tuple[int, str]
 
 
 def left(folder: Path) -> dict[str, Any]:
-    """Return the record that the process wrote."""
+    """Return the flight record that the process wrote to `folder`."""
     record: dict[str, Any] = json.loads((folder / "flight-0.json").read_text())
     return record
 

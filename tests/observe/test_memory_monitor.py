@@ -1,4 +1,4 @@
-"""The memory monitor: its readings, levels and actions, in one process and over a ring."""
+"""The memory monitor's readings, levels and actions are right, in one process and over a ring."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_reading_counts_views_once_and_the_pool_separately() -> None:
     views = [storage[:MIB], storage.view(2, -1)]
     monitor._pool.reserve(4 * MIB)
     after = monitor.read()
-    # The pool's alignment padding is counted with the tensors.
+    # The alignment padding of the pool is counted as tensors, so there may be up to 256 bytes more.
     assert 0 <= after.allocated_bytes - before.allocated_bytes - 64 * MIB <= 256
     assert (after.pool_bytes, before.pool_bytes) == (4 * MIB, 0)
     assert after.resident_bytes - before.resident_bytes >= 63 * MIB

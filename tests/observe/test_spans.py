@@ -1,4 +1,4 @@
-"""Recordings of a rank's work and waits: on every schedule, on slow transports, and with recording off."""
+"""Recordings of a rank's work and waits (spans), on every schedule, on slow transports, and with recording off."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def forward(ring: Ring, schedule: str = "auto") -> torch.Tensor:
 
 
 def lane(spans: tuple[Span, ...], name: str) -> list[Span]:
-    """Return the spans of one lane, in order."""
+    """Return the spans of the lane `name`, in order."""
     return sorted((span for span in spans if span.lane == name), key=lambda span: span.start_us)
 
 
@@ -135,7 +135,7 @@ def test_projections_before_and_during_the_transfer_of_keys_are_recorded() -> No
 
 
 class FakeClock(threading.local):
-    """The time of a rank in seconds, which advances only when a test advances it."""
+    """A clock per rank, in seconds, which advances only when a test advances it."""
 
     now_s = 0.0
 
@@ -144,7 +144,10 @@ class FakeClock(threading.local):
 
 
 class Slow:
-    """A local transport whose exchanges take `delay_s`. It reports the times of arrivals if `reports_arrivals`."""
+    """A local transport whose exchanges take `delay_s` on the fake clock.
+
+    If `reports_arrivals`, its work handles report when messages arrived.
+    """
 
     def __init__(self, inner: Any, clock: FakeClock, delay_s: float, reports_arrivals: bool) -> None:
         self.inner, self.clock, self.delay_s, self.reports_arrivals = inner, clock, delay_s, reports_arrivals
@@ -157,7 +160,7 @@ class Slow:
 
 
 class SlowHop:
-    """A hop that is also its work handle: one exchange at a time."""
+    """A hop of `Slow`. It is also its own work handle, because only one exchange runs at a time."""
 
     def __init__(self, transport: Slow, hop: Any) -> None:
         self.transport, self.hop, self.arrived_s = transport, hop, None
@@ -174,7 +177,7 @@ class SlowHop:
 
 
 class SlowEngine:
-    """The plain engine; each step of attention takes `work_s`."""
+    """The plain engine, except that each attention update takes `work_s` on the fake clock."""
 
     name = "slow"
 
@@ -329,7 +332,7 @@ def test_the_verdict_ignores_times_if_noise_exceeds_the_bound() -> None:
 
 @pytest.fixture
 def nvtx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace NVTX and a GPU that is not capturing; return the names pushed, and "pop" for each pop."""
+    """Fake a GPU and NVTX. Return a list of the calls: the name for each push, and "pop" for each pop."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -388,14 +391,14 @@ def test_a_capture_is_refused_and_the_ring_lives(nvtx: list[str], monkeypatch: p
 
 
 class Stream:
-    """A queue of device work, with the microseconds of work enqueued so far."""
+    """A fake CUDA stream. `us`: the microseconds of work that were enqueued so far."""
 
     def __init__(self) -> None:
         self.us = 0.0
 
 
 class Event:
-    """A point in a stream that may be read only after a wait for it."""
+    """A fake CUDA event. Its time may be read only after a wait for it."""
 
     waits = 0
 
@@ -423,7 +426,7 @@ def test_events_of_a_device_are_read_only_after_the_pass(nvtx: list[str], monkey
     waits: list[int] = []
 
     class DeviceHop:
-        """A hop of a device: it takes 100 us on its own stream, and a wait for it makes the compute stream wait."""
+        """A hop that takes 100 us on its own stream. A wait for it makes the compute stream wait."""
 
         arrived_s = None
 

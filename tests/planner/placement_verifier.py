@@ -1,4 +1,4 @@
-"""Verify that a plan never uses a buffer outside its lifetime. Shares no code with the placement that it checks."""
+"""Verify that a plan never uses a buffer outside its lifetime. No code is shared with the placement that is checked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from ringattn.schedule.content import size
 
 
 def verify_placement(plan: Plan) -> None:
-    """Raise `PlanError` if a buffer is read before it is filled or past its end, or overwritten while it lives.
+    """Raise `PlanError` if the plan uses a buffer wrongly.
 
-    This function derives the lifetimes of buffers from the steps alone. For a fused buffer, it checks the parts.
+    A buffer must not be read before it is filled, filled twice, outside the arena, or share bytes with another buffer
+    while both live. Messages must fit into their buffers. The lifetimes of buffers are derived from the steps alone.
+    For a fused buffer, its parts are checked.
     """
-    # The steps in which each buffer is first filled, completely filled, and last used. A buffer filled by messages can
-    # be read after the step of the last message.
+    # The steps in which each buffer is first filled (`written`), completely filled (`whole`) and last used. A buffer
+    # that messages fill can be read after the step of the last message.
     written: dict[int, int] = {}
     whole: dict[int, int] = {}
     used: dict[int, int] = defaultdict(int)
@@ -69,8 +71,8 @@ def verify_placement(plan: Plan) -> None:
         for part in parts[buffer] if buffer != LOCAL else ():
             read(part, now, after if part in received else 0)
         if buffer != LOCAL and not parts[buffer]:
-            # `after` = 1: rows filled by a message of this step can be read in the next step. A buffer that is never
-            # filled counts as filled in step now + 1.
+            # If `after` is 1, a message of this step fills the buffer, which can be read only in the next step. A
+            # buffer that is never filled counts as filled in step now + 1, so reading it is an error.
             if whole.get(buffer, now + 1) > now - after:
                 raise PlanError(f"rank {plan.rank}, step {now}: {plan.buffers[buffer].label} is read too early")
             used[buffer] = now
@@ -89,7 +91,8 @@ def verify_placement(plan: Plan) -> None:
                 raise PlanError(f"rank {plan.rank}, step {now}: the message {send.label} ends outside its buffer")
         for recv in step.recvs:
             receive(recv, now)
-        # Zeros and overwriting work fill a dK/dV buffer together: each sets some of its rows (see `check_overwrites`).
+        # Zeroing and overwriting work fill a dK/dV buffer together: each sets some of its rows (see
+        # `check_overwrites`).
         firsts = {item.dkv for item in step.work if isinstance(item, (AttendOp, AttendReceivedOp)) and item.overwrite}
         for buffer in sorted({zero.buffer for zero in step.zeros} | firsts - {LOCAL}):
             write(buffer, now)

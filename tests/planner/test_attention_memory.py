@@ -1,4 +1,4 @@
-"""The memory of an attention pass, predicted from plans before it runs and measured while it runs.
+"""The memory of an attention pass that is predicted from plans agrees with the memory that the pass takes.
 
 The reference for a kernel's internal buffers is torch's profiler, which records every allocation.
 """
@@ -28,7 +28,7 @@ LARGE = Drawn(2, 1200, 1, 4, 2, 64, 64, "float32", "causal", "zigzag", "ring", "
 
 
 def allocated(fn: Callable[[], Any]) -> int:
-    """Return the peak of the bytes that torch's CPU allocator allocates while `fn` runs."""
+    """Return the peak of the live bytes that torch's CPU allocator allocates while `fn` runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         kept = fn()
     events = sorted((e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"), key=_when)
@@ -104,7 +104,7 @@ SHAPES = [  # query rows, key rows, batch, query heads, K/V heads, dims
 def test_workspace_equals_the_allocated_bytes(
     engine: Engine, scale: float, shape: tuple[int, ...], band: Band, dtype: torch.dtype
 ) -> None:
-    """The workspace is exact except for the two 0-dimensional tensors of torch.where."""
+    """An engine's `workspace_bytes` equals what it allocates, except for two 0-dimensional tensors of torch.where."""
     check_workspace(engine, Softmax(scale), shape, band, dtype)
 
 
@@ -143,7 +143,7 @@ def check_workspace(engine: Engine, softmax: Softmax, shape: tuple[int, ...], ba
 
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Set the number of intra-op threads for one test."""
+    """Set torch's number of intra-op threads for one test."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield

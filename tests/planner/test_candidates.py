@@ -1,4 +1,4 @@
-"""The choice of "auto" on known machines: it follows from plans, gives reasons, and is the same on all ranks."""
+"""The schedule that "auto" chooses on known machines follows from plans, has a reason, and is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -78,22 +78,24 @@ def test_every_schedule_is_predicted_from_its_plans_or_left_out_with_a_reason(cl
             candidate
         )
         assert candidate.peak_bytes == max(plan.arena_bytes for each in plans for plan in each)
-    # No schedule that may be chosen is clearly faster than the chosen one.
+    # No schedule that "auto" may choose is clearly faster than the chosen one.
     fits = [candidate.seconds for candidate in played if candidate.seconds and "stages" not in candidate.why]
     assert table[0].seconds is not None and table[0].seconds * (1 - MUST_GAIN) <= min(fits)
     assert choose_route(problem, "auto", cluster).name == table[0].schedule
 
 
 def test_nodes_and_links_decide() -> None:
-    """A slow network between nodes needs other schedules than a fast link inside a node."""
+    """On a slow network between nodes, another schedule is chosen than on fast links within a node."""
     assert choose_route(problem_of(4, 4096), "auto", machines((0,) * 4, bandwidth=1e12)).name == "ring"  # all is hidden
     network = machines((0, 0, 1, 1), node_bandwidth=1e9, bandwidth=1e12, node_peer_bandwidth=1e8)
     table = by_name(compared(problem_of(4, 1024), network))
     ring, double = table["ring"].seconds, table["double_ring"].seconds
     assert ring is not None and double is not None and double < ring
-    # Between nodes, a pair of ranks gets a tenth of a GPU's bandwidth. A ring uses one pair, an all-to-all several.
+    # Between nodes, a pair of ranks gets a tenth of a GPU's bandwidth. A ring uses one pair of ranks per node boundary,
+    # an all-to-all several.
     assert choose_route(problem_of(4, 1024), "auto", network).name != "ring"
-    # With a causal mask and contiguous shards, half of a ring's work time is idle, but shares by head are balanced.
+    # With a causal mask and contiguous shards, a ring is idle for half of its work time, but partitioning by heads is
+    # balanced.
     contiguous = problem_of(4, 4096, layout="contiguous")
     assert choose_route(contiguous, "auto", machines((0,) * 4, bandwidth=1e12)).name in ("ulysses", "balanced")
 
@@ -104,7 +106,7 @@ def test_a_choice_needs_a_gain_and_room() -> None:
     table = by_name(compared(problem, wide))
     assert choose_route(problem, "auto", wide).name == table["ring"].schedule  # no schedule saves three percent
     crowd = by_name(compared(problem_of(16, 64), machines((0,) * 16, latency_s=1e-3)))
-    # All-gather is the fastest here, but each rank would hold 15 remote shards at a time.
+    # All-gather is the fastest here, but is not chosen, because each rank would hold 15 remote shards at a time.
     least = min(candidate.seconds for candidate in crowd.values() if candidate.seconds is not None)
     assert crowd["all_gather"].seconds == least and "stages" in crowd["all_gather"].why
     assert crowd["ulysses"].seconds is None and "more than 8 ranks" in crowd["ulysses"].why
@@ -149,7 +151,7 @@ def test_without_constants_the_choice_is_by_mask_and_bytes(monkeypatch: pytest.M
 
 
 def test_all_ranks_choose_equally_and_attend_exactly() -> None:
-    """The ring names its cluster, and each rank chooses by itself."""
+    """All ranks choose the same schedule, each by itself and for the ring's cluster, and attention is exact."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 24, 4, 8, dtype=torch.float64) for _ in range(3))
 
@@ -200,9 +202,9 @@ def test_the_table_is_aligned_and_names_the_chosen_schedule() -> None:
 
 
 def test_the_table_has_a_column_for_each_transport_and_margin() -> None:
-    """The table has a column for each transport and margin that the constants distinguish, all from the same plans.
+    """The table of schedules has a column for each transport and margin that the constants distinguish.
 
-    The first column decides.
+    The same plans give the times of all columns. The first column decides which schedule is chosen.
     """
     h100 = replace(CLUSTERS["h100"], links=Links((0,) * 4, LinkClass.NVLINK))
     over = exchanges(Exchange("nccl", 4), h100, 4)
@@ -222,7 +224,7 @@ def test_the_table_has_a_column_for_each_transport_and_margin() -> None:
     assert [title.strip() for title in lines[1].split("  ") if title.strip()] == ["schedule", *titles]
     (double,) = (line for line in lines if line.startswith("double_ring"))
     assert double == "double_ring    one node: its hops cross the same links as the ring's"
-    # Copy engines carry no messages between nodes, and the constants of CPUs were measured with one transport.
+    # Copy engines carry no messages between nodes. The constants of CPUs were measured with one transport only.
     across = replace(h100, links=Links((0, 0, 1, 1), LinkClass.NVLINK))
     assert exchanges(Exchange("nccl", 8), across, 4) == (Exchange("nccl", 8), Exchange("nccl"))
     assert exchanges(Exchange("gloo"), ONE, 4) == (Exchange("gloo"),) and Exchange("gloo").on(ONE) is ONE
@@ -242,7 +244,7 @@ def test_a_recognised_cluster_must_gain_more_and_keeps_no_blocks() -> None:
         taken = choose_route(problem, "auto", recognised).name
         assert taken == table[0].schedule and (taken != "ring") == (gain > RECOGNISED_MUST_GAIN), gain
         assert (choose_route(problem, "auto", named).name != "ring") == (gain > MUST_GAIN), gain
-        # If work takes nearly all of the ring's time, no other schedule is planned.
+        # If work takes nearly all of the ring's time, `ring_is_near` is true, and no other schedule is planned.
         assert ring_is_near(problem, recognised, ring.route, plan_of) == (shard == 1 << 16)
     slow = machines((0,) * 4, bandwidth=1e6)
     long = problem_of(4, 4096, heads=64, kv_heads=1)
@@ -322,13 +324,13 @@ def test_rows_and_pairs(problem: Problem) -> None:
         for route in (SUB_RINGS, ULYSSES) for kind in (Kind.Q, Kind.KV, Kind.OUT)
     }  # fmt: skip
     assert totals.ring_rows * ranks == sent[SUB_RINGS, Kind.KV]
-    # If the members of a ring do not divide its heads, shares are uneven, but the sum is the same.
+    # If the number of heads is not divisible by the ranks of a sub-ring, shares are uneven, but their sum is the same.
     for kind in (Kind.Q, Kind.KV, Kind.OUT):
         assert totals.partitioned_rows * ranks == pytest.approx(sent[ULYSSES, kind], rel=0.01)
 
 
 def two_nodes(ranks: int, *, block: bool, inside: LinkClass = LinkClass.NVLINK) -> Cluster:
-    """Return the reference cluster with its ranks on two nodes, in two blocks or alternating."""
+    """Return the reference cluster with its ranks on two nodes: in two halves if `block`, else alternating."""
     return REFERENCE.joined(Links(tuple(rank * 2 // ranks if block else rank % 2 for rank in range(ranks)), inside))
 
 
@@ -371,7 +373,8 @@ def test_the_fastest_is_taken() -> None:
     assert choose_route(far, "auto").name == "all_gather"  # on four ranks, two phases save too little,
     assert choose_route(far, "auto", SLOW).name == "ulysses"  # unless links are slow
     assert choose_route(dilated(1 << 15, 8, (512, 1 << 15), (1, 4)), "auto").name == "ulysses"
-    # All remote rows are too many to hold at a time, and more than half of them need not be sent.
+    # All-gather is not chosen: a rank cannot hold all remote rows at a time, and need not receive more than half of
+    # them.
     assert choose_route(dilated(1 << 16, 8, (4096, 1 << 16), (1, 2)), "auto").name == "ulysses"
     # For pairs of ranks, partitioning heads saves nothing and takes two phases.
     assert choose_route(dilated(1 << 14, 4, (512, 1 << 13), (1, 2), 2), "auto", SLOW).name == "all_gather"

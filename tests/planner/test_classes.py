@@ -1,4 +1,7 @@
-"""Ranks simulated by classes against the same ranks simulated from their plans."""
+"""A simulation by classes of ranks agrees with a simulation of the same ranks from their plans.
+
+`ringattn/planner/classes.py` learns the steps of ranks from two small numbers of ranks, and predicts them for others.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from ringattn.planner.simulate import Disturbance, simulate
 SHARD = 64
 RANKS = 29
 NODES = replace(CLUSTERS["h100"], flops=2e11, ranks_per_node=4, pass_s=1e-5, tile_s=1e-7, call_s=1e-6)
-"""Slow arithmetic, so that the work and the messages of such short shards take similar times."""
+"""A cluster with slow arithmetic, so that the work and the messages of short shards take similar times."""
 PAIRS = replace(NODES, ranks_per_node=2)
 FREE = Cluster("links that cost nothing", 2e11, 1e30, 0.0)
 DISTURBED = Disturbance(((3, 1.5), (20, 3.0)), ((7, 8, 40.0),), 0.2, 1)
@@ -44,7 +47,7 @@ def problem_of(ranks: int, mask: Mask, shard: int = SHARD, heads: int = 4) -> Pr
 
 @lru_cache
 def classes(schedule: str, mask: Mask, quarter: int, cluster: Cluster = NODES, group: int = 1) -> Learned:
-    """Return the classes of a schedule, learned once."""
+    """Return the classes of a schedule's ranks, which are learned once per test process."""
     reach = 0 if mask[2] is None else -(-max(mask[2]) // (SHARD // (1 + (mask[0] == "zigzag"))))
     return classes_of(lambda ranks: problem_of(ranks, mask), schedule, cluster, quarter, reach, group)
 
@@ -59,14 +62,14 @@ def plans(schedule: str, mask: Mask, ranks: int, backward: bool, cluster: Cluste
 
 @lru_cache
 def full_ring_with_free_links() -> Any:
-    """Return the classes of the forward pass of a full ring whose links cost nothing."""
+    """Return the classes of the forward pass of a ring without a mask, for links that cost nothing."""
     return classes_of(lambda ranks: problem_of(ranks, PLAIN[0]), "ring", FREE, 0)[False]
 
 
 def check(
     schedule: str, mask: Mask, ranks: int, disturbance: Disturbance, overlap: bool = True, cluster: Cluster = NODES
 ) -> None:
-    """Assert that times, bytes and spans of both passes are equal except for rounding."""
+    """Assert that both simulations give the same times, bytes and spans of both passes, except for rounding."""
     group = group_of(problem_of(ranks, mask), schedule, cluster)
     for backward in (False, True):
         planned = plans(schedule, mask, ranks, backward, cluster)
@@ -93,8 +96,8 @@ def test_a_ring_by_classes_is_the_ring_by_plans() -> None:
 
 
 def test_a_double_ring_by_classes_of_nodes() -> None:
-    # Two inner rings are on each machine, so both messages of a step share a link. In backward, owners send to all
-    # inner rings.
+    # Two inner rings are on each machine, so the messages of both in a step share a link. In backward, owners send to
+    # all inner rings.
     check("double_ring:2", ("contiguous", True, None), 26, DISTURBED)
 
 
@@ -105,9 +108,9 @@ def test_ulysses_in_nodes_and_a_ring_of_them_by_classes(mask: Mask) -> None:
 
 
 def test_shards_of_another_length_are_learned_from_fewer_ranks() -> None:
-    """The classes of one shard length serve as an example for another.
+    """Classes for a shard length can be learned from fewer ranks if those of another length are given as an example.
 
-    Their cells may differ, but if senders or receivers differ, the classes are refused.
+    Work and bytes may differ between the lengths. If senders or receivers differ, the classes are refused.
     """
     schedule, mask, ranks, longer = "double_ring:2", PLAIN[1], 26, 96
     example: Any = classes(schedule, mask, 1, NODES, 2)
@@ -130,7 +133,10 @@ def test_an_exchange_of_all_in_one_step() -> None:
 
 
 def test_the_prologue_is_extrapolated_from_fewer_ranks() -> None:
-    """28 ranks are on one node, 44 ranks on two. Local work is split if it hides the slower link between nodes."""
+    """The prologue of backward for 44 ranks can be extrapolated from that for 24 and 28 ranks.
+
+    In the first case, 28 ranks are on one node and 44 on two, where local work is split to hide the slower link.
+    """
     two = replace(NODES, ranks_per_node=32, call_s=2e-5, flops=5e10, backward_flops=5e10)
     for schedule, mask, cluster, fewer, more in (
         ("ring", PLAIN[2], two, "fetched", "split"),
@@ -184,7 +190,7 @@ DRAWN = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(DRAWN))
 def test_drawn_schedules_by_classes(seed: int) -> None:
-    """Draw a schedule, layout, mask, number of ranks and nodes, and slow ranks and links."""
+    """Both simulations agree for random schedules, layouts, masks, ranks, nodes, and slow ranks and links."""
     draw = Random(seed)
     schedule = draw.choice(["ring", "sub_rings", "all_gather", "double_ring", "double_ring"])
     group = draw.choice([2, 3]) if schedule == "double_ring" else 1
@@ -198,7 +204,7 @@ def test_drawn_schedules_by_classes(seed: int) -> None:
 
 
 def test_a_straggler_holds_up_every_rank_that_waits_for_it() -> None:
-    """A rank that takes twice as long slows a full ring to about twice the time, and all other ranks wait."""
+    """A rank that computes half as fast makes a ring take about twice the time, and all other ranks wait for it."""
     learned = full_ring_with_free_links()
     even = play(learned, FREE, 1024)
     slow = play(learned, FREE, 1024, disturbance=Disturbance(((512, 2.0),)))
@@ -207,16 +213,16 @@ def test_a_straggler_holds_up_every_rank_that_waits_for_it() -> None:
 
 
 def test_a_ring_of_thousands_by_hand() -> None:
-    """Without a mask and with links that cost nothing, each of the steps takes the work of one block."""
+    """Without a mask and with links that cost nothing, each step of a large ring takes the work of one block."""
     times = play(full_ring_with_free_links(), FREE, 4096)
     assert times.total_s == pytest.approx(4096 * SHARD * SHARD * 4 * 4 * 64 / 2e11)
     assert times.exposed_s.max() == pytest.approx(0.0, abs=1e-12)
 
 
 def test_cells_that_differ_are_refused() -> None:
-    """With striped shards, the number of rows inside a window depends on the number of ranks.
+    """A schedule is refused if the classes that are learned from different numbers of ranks disagree.
 
-    So the classes that are learned from different numbers of ranks disagree.
+    With striped shards, the number of rows inside a window depends on the number of ranks.
     """
     with pytest.raises(UnsupportedError, match="'ring' with layout='striped' has no classes of ranks"):
         classes_of(lambda ranks: problem_of(ranks, ("striped", True, (70, 0))), "ring", NODES, 0, 2)

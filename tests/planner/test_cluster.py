@@ -1,4 +1,4 @@
-"""Clusters: valid constants, presets with their sources, and files that are read, or refused with the constant."""
+"""Clusters: valid constants, presets with their sources, and files that are read, or refused for a wrong constant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD: dict[str, Any] = {"name": "mine", "flops": 1e12, "bandwidth": 10**9, "late
 
 
 def written(folder: Path, constants: Any) -> str:
-    """Write a file like `ringattn calibrate`, and return its path."""
+    """Write a file of constants as `ringattn calibrate` does, and return its path."""
     file = folder / "mine.json"
     file.write_text(json.dumps({"constants": constants, "date": "2026-11-21"}))
     return str(file)

@@ -1,6 +1,6 @@
-"""`explain` makes each rank's part of a schedule once, for its plan and for the schedule of all ranks.
+"""`explain` makes each rank's part of a schedule once, and uses it for the rank's plan and for the whole schedule.
 
-Its figures are compared with those of plans and schedules that are made one by one, as a call makes them.
+Its figures must equal those of plans and schedules that are made one by one, as an attention call makes them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ringattn.schedule.routes import ROUTES, Route, schedule_of
 from ringattn.testing import run_ranks
 
 RANKS, TOKENS = 8, 67
-"""The shards have two lengths."""
+"""The ranks and tokens of the calls. The tokens are not divisible by the ranks, so shards have two lengths."""
 TWO_NODES = replace(CLUSTERS["h100"], ranks_per_node=4)
 CALLS: dict[str, dict[str, Any]] = {
     "contiguous": {"window": (9, 3)},
     "zigzag": {"causal": True},
     "striped": {"causal": True, "mask": masks.prefix(10)},
 }
-"""The mask of the call in each layout."""
+"""For each layout, the mask options of the call."""
 SCHEDULES = [*ROUTES, "double_ring:2"]
 
 
 def one_by_one(
     problem: Problem, route: Route, passes: Sequence[bool]
 ) -> tuple[tuple[Schedule, ...], tuple[tuple[Plan, ...], ...]]:
-    """Make the schedules and the plans that `plans_of_passes` returns, without sharing anything between them."""
+    """Return the schedules and plans that `plans_of_passes` returns, made without sharing anything between them."""
     schedules = tuple(schedule_of(problem, route, backward) for backward in passes)
     ranks = range(problem.world_size)
     return schedules, tuple(tuple(plan_of(problem, route, rank, backward) for rank in ranks) for backward in passes)

@@ -1,6 +1,6 @@
-"""Plans of sequences that fit in no memory: their size depends on the pieces of shards, not on tokens.
+"""Plans of sequences that are too long for any memory: their size depends on the pieces of shards, not on the tokens.
 
-Too many pieces are refused with their number.
+A piece is a range of a shard within one segment of a branch. Too many pieces are refused, with their number.
 
 Not covered: the contents of plans (see test_ring_account, test_schedule).
 """
@@ -34,7 +34,7 @@ TRILLION = 10**12
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """Check that each test takes less memory than one byte per thousand tokens of a rank."""
+    """Check that each test takes less memory than one byte for each thousand tokens of a rank."""
     reset_peak()
     before = status_bytes("VmRSS")
     yield
@@ -98,7 +98,7 @@ def test_every_schedule_of_a_trillion_tokens(schedule: str) -> None:
     small = explanation_of(load(["ranks=4", "tokens=4000", f"schedule={schedule}"], ExplainConfig))
     assert explanation.messages == small.messages and len(explanation.forward.steps) == len(small.forward.steps)
     pairs = zip(explanation.bytes_sent, small.bytes_sent, strict=True)
-    # The rows sent are proportional to the length, except for half a row at the ends of chunks.
+    # The number of rows sent is proportional to the length, except for half a row at the ends of chunks.
     assert all(abs(large / little / (TRILLION / 4000) - 1) < 1e-9 for large, little in pairs)
 
 

@@ -1,4 +1,7 @@
-"""The two placements of documents: the choice for a sequence, and the effect on "auto" and `explain`."""
+"""The two placements of documents: which one a sequence gets, and the effect on "auto" and `explain`.
+
+One placement suits schedules in steps, the other suits `all_gather`, which fetches all rows at once.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def problem_of(cuts: tuple[int, ...], ranks: int, at_once: bool, heads: int = 1,
 
 
 def received(cuts: tuple[int, ...], ranks: int) -> float:
-    """Return the largest number of rows that a rank receives, divided by the rows of a shard."""
+    """Return the largest number of rows that a rank receives if all are fetched at once, in shards."""
     return max(load_of(cuts, placed_at_once(cuts, ranks)).received) * ranks / cuts[-1]
 
 
@@ -54,9 +57,10 @@ def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
 
 
 def test_on_unknown_machines_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
-    """A rank can hold the rows of these calls, except those of LONG with one head.
+    """Without constants of the machines, auto chooses all-gather if a rank can hold all the rows that it needs.
 
-    With equal head counts, K and V are half of q, k, v and out, and three times as large with their float32 gradients.
+    It can for these calls, except for LONG with one query head. There, with equal head counts, K and V are half of q,
+    k, v and out, and three times as large with their float32 gradients.
     """
     for cuts, heads in ((SHORT, 1), (LONG, 8)):
         at_once = problem_of(cuts, 4, True, heads)

@@ -1,6 +1,6 @@
-"""Mutation tests: plans with one fault each, which `verify_placement` or `check_overwrites` must find.
+"""Mutation tests: `verify_placement` or `check_overwrites` finds the fault in each of these wrong plans.
 
-test_place.py tests that every plan passes both.
+test_place.py tests that every correct plan passes both checks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "
 
 
 def plan(route: str, backward: bool) -> Plan:
-    """Return a verified plan to mutate."""
+    """Return a correct plan, to be mutated."""
     verified = plan_of(CASE.problem, ROUTES[route], 1, backward)
     verify_placement(verified)
     return verified
 
 
 def with_plan_step(whole: Plan, index: int, **changes: Any) -> Plan:
-    """Return the plan with one step changed."""
+    """Return the plan with `changes` to the fields of one step."""
     step = whole.steps[index]._replace(**changes)
     return replace(whole, steps=(*whole.steps[:index], step, *whole.steps[index + 1 :]))
 
@@ -46,14 +46,14 @@ def moved(whole: Plan, buffer: int, offset_bytes: int) -> Plan:
 
 
 def concurrent_pairs(whole: Plan) -> list[tuple[int, int]]:
-    """Return the pairs of buffers that live in the same step. A fused buffer is replaced by its parts."""
+    """Return the pairs of buffers that live at the same time. Instead of fused buffers, their parts are returned."""
     spans, filled = [(buffer.first, buffer.last) for buffer in whole.buffers], leaves(whole)
     return [(a, b) for a in filled for b in filled
             if b < a and spans[a][0] <= spans[b][1] and spans[b][0] <= spans[a][1]]  # fmt: skip
 
 
 def leaves(whole: Plan) -> list[int]:
-    """Return the buffers that contain no other buffers."""
+    """Return the indices of the buffers that contain no other buffers."""
     outer = {buffer.inside.buffer for buffer in whole.buffers if buffer.inside is not None}
     return [index for index in range(len(whole.buffers)) if index not in outer]
 
@@ -166,20 +166,26 @@ def plans(layout: str, route: str, ranks: int = RANKS, **mask: object) -> list[P
 
 
 def zeroed(plan: Plan) -> int:
-    """Return the rows times K/V heads in buffers that are set to zero."""
+    """Return how many (row, K/V head) records of dK/dV buffers the plan sets to zero."""
     return sum(size(zero.rows) for step in plan.steps for zero in step.zeros)
 
 
 @pytest.mark.parametrize("route", ["ring", "all_gather", "sub_rings", "ulysses"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_no_local_row_is_zeroed(layout: str, route: str) -> None:
-    """In a contiguous causal layout, no other rank reads the last rank's keys, so they need no accumulators."""
+    """No rank sets its accumulators of dK/dV to zero, because the first work on each row overwrites it.
+
+    In a contiguous causal layout, no other rank reads the last rank's keys, so this rank needs no accumulators.
+    """
     ends = OwnSums.NONE if layout == "contiguous" else OwnSums.UNSET
     assert [plan.own_sums for plan in plans(layout, route, causal=True)] == [OwnSums.UNSET] * (RANKS - 1) + [ends]
 
 
 def test_local_rows_are_zeroed_if_a_work_touches_set_and_unset_rows() -> None:
-    """In a zigzag, rank 0 receives the sums of its first keys from other ranks before it reads all of its keys."""
+    """A rank zeroes its accumulators if one work would write to rows that are set and to rows that are not.
+
+    In a zigzag, rank 0 receives sums for its first keys from other ranks before its own work on all of its keys.
+    """
     own_sums = [plan.own_sums for plan in plans("zigzag", "direct", causal=True)]
     assert own_sums == [OwnSums.ZEROED] + [OwnSums.UNSET] * (RANKS - 1)
 
@@ -190,16 +196,17 @@ def test_a_single_rank_has_no_sums() -> None:
 
 
 def test_a_relay_zeroes_only_rows_to_which_it_adds_nothing() -> None:
-    """In a zigzag, rank 3 reads only the first half of the blocks of ranks 1 and 2, but it relays the sums of all rows.
+    """A rank that relays sums of dK/dV zeroes only the rows that its own work does not write.
 
-    So it zeroes 8 rows of 4 heads in each block.
+    In a zigzag, rank 3 reads only the first half of the blocks of ranks 1 and 2, but it relays the sums of all rows. So
+    it zeroes 8 rows of 4 heads in each block.
     """
     assert [zeroed(plan) for plan in plans("zigzag", "ring", causal=True)] == [0, 0, 4 * 8, 2 * 4 * 8]
     assert [zeroed(plan) for plan in plans("contiguous", "ring", causal=True)] == [0] * RANKS
 
 
 def changed(plan: Plan, change: Callable[[AttendOp], AttendOp], only_own: bool = False) -> Plan:
-    """Return the plan with its attention updates changed."""
+    """Return the plan with `change` applied to its attention updates, or only to those on the local dK/dV."""
     steps = [
         step._replace(work=tuple(
             change(item) if isinstance(item, AttendOp) and (item.dkv == LOCAL or not only_own) else item
@@ -215,7 +222,7 @@ def first_missing(plan: Plan) -> Plan:
 
 
 def first_too_late(plan: Plan) -> Plan:
-    """Mark a received sum as overwriting rows to which the rank's local work has already added."""
+    """Return the plan in which a received sum overwrites rows to which the rank's own work has already added."""
     ((now, n),) = adds_of(plan)
     work = list(plan.steps[now].work)
     work[n] = work[n]._replace(overwrite=True)

@@ -1,4 +1,4 @@
-"""Plans: every buffer placed, live buffers counted independently, matching messages, memory computed by hand."""
+"""Plans place every buffer, the messages of sender and receiver match, and memory is as computed by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_route = pytest.mark.parametrize(
 
 
 Passes = list[list[Plan]]
-"""The plans of all ranks: forward, then backward."""
+"""Two lists with the plans of all ranks: of the forward pass, and of the backward pass."""
 
 
 def plans_of(case: Case, route: str, wire: str | None = None) -> Passes:
@@ -39,7 +39,7 @@ def plans_of(case: Case, route: str, wire: str | None = None) -> Passes:
 
 
 def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
-    """Return the bytes of one row of one head in a buffer of `dtype`."""
+    """Return the bytes of one record (a row of one head, all batches) in a buffer of this dtype and kind."""
     q, v, batch = plan.problem.head_dim, plan.problem.value_dim, plan.problem.batch
     if dtype not in ITEM_BYTES:
         return batch * (math.ceil((q + v) / 4) * 4 + 2 * 4)  # a byte per element, and two float32 scales
@@ -49,14 +49,14 @@ def record(plan: Plan, dtype: str, kind: Kind = Kind.KV) -> int:
 
 
 def record_of(plan: Plan, buffer: int) -> int:
-    """Return the bytes of one row of one head in a buffer."""
+    """Return the bytes of one record (a row of one head, all batches) in a buffer of the plan."""
     return record(plan, plan.buffers[buffer].dtype, plan.buffers[buffer].kind)
 
 
 @each_route
 @covering
 def test_plans(route: str, wire: str | None, case: Case) -> None:
-    """Check all properties of plans; the plans are made once for all checks."""
+    """The plans of a case have all properties that the functions below check. They are made once for all checks."""
     passes = plans_of(case, route, wire)
     check_they_are_projections_and_verified(passes, case, route)
     check_messages_of_two_plans_match(passes)
@@ -79,7 +79,7 @@ def check_they_are_projections_and_verified(passes: Passes, case: Case, route: s
 
 
 def gist(plan: Plan) -> list:
-    """Return the messages of each step with sorted rows, because dilated rows may be packed in several orders."""
+    """Return the messages of each step, for comparisons. Rows are sorted, because dilated rows have no fixed order."""
     return [
         (step.number, [(send.peer, send.label, sorted(message(plan, send))) for send in step.sends],
          [(recv.peer, recv.label, sorted(message(plan, recv))) for recv in step.recvs])
@@ -103,7 +103,7 @@ def check_messages_of_two_plans_match(passes: Passes) -> None:
 
 
 def message(plan: Plan, end: Send | Recv) -> list[tuple[int, int]]:
-    """Return the (head, row) records of a message, in order."""
+    """Return the (head, row) pairs of a message's records, in order."""
     nbytes = (elements * plan.element_bytes(end.buffer) for elements in (end.first, end.elements))
     first, count = (divmod(number, record_of(plan, end.buffer)) for number in nbytes)
     assert first[1] == count[1] == 0
@@ -156,7 +156,7 @@ def check_updates_read_the_right_rows(passes: Passes, case: Case) -> None:
 
 
 def buffer_rows(case: Case, plan: Plan, buffer: int, update: AttendOp) -> list[tuple[int, int]]:
-    """Return the K/V head and the position of each row of a buffer that an update can address.
+    """Return (K/V head, position) for each row of a K/V buffer that an attention update can address.
 
     The head is 0 if a row contains all heads.
     """
@@ -183,7 +183,7 @@ SHARD = ROWS * (64 + 64) * 2  # K and V of one shard in bf16; dK and dV in float
 
 
 def shards(ranks: int, backward: bool, route: str = "ring", name: str = "contiguous", wire: str | None = None) -> float:
-    """Return the arena bytes of a rank in shards of K and V. They must be the same on all ranks."""
+    """Return the arena bytes of a rank, in units of a shard of K and V. They must be the same on all ranks."""
     (count,) = {plan.arena_bytes for plan in plans_of(simple(name, ROWS * ranks, ranks), route, wire)[backward]}
     return count / SHARD
 

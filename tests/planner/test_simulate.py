@@ -1,4 +1,4 @@
-"""The simulator against times worked out by hand, and against bounds that hold for all plans."""
+"""The simulator's times equal times computed by hand, and obey bounds that hold for all plans."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def shard_us(cluster: Cluster) -> float:
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 SLOW_LINK = Cluster("a link as slow as work", 65.536e6, 8.192e6, 200e-6)
-"""A full block takes 1000 us, a message 200 + 1000 us."""
+"""A cluster on which a full block takes 1000 us, and a message 200 + 1000 us (latency and transfer)."""
 
 
 def test_a_margin_slows_every_step_and_no_message() -> None:
-    """A quarter of the multiprocessors is reserved: a block takes 4/3 of its time, and a message takes as long as ever.
+    """If a quarter of the multiprocessors is reserved, a block takes 4/3 of its time, and a message its usual time.
 
     So each of the two steps with work takes at least 4000 / 3 us.
     """
@@ -245,7 +245,7 @@ def test_messages_hold_multiprocessors_while_they_travel_by_hand() -> None:
 
 
 def step_s_of_first(cluster: Cluster) -> float:
-    """Return the seconds of a rank's first step if each of three ranks sends to the two others at once."""
+    """Return the seconds of rank 0's first step if each of three ranks sends to the two others at once."""
     plan = plans_of(problem_of(3), "all_gather")[0]
     return step_s(plan, plan.steps[0], cluster)
 
@@ -305,7 +305,7 @@ COSTLY = Cluster("all costs", 1e8, 1e7, 1e-4, call_s=1e-5, copy_bytes_s=1e8, til
 
 
 def all_times(case: Case, cluster: Cluster) -> list[tuple[tuple[Plan, ...], Timeline]]:
-    """Return the plans of both passes by three routes, each with its timeline."""
+    """Return (plans of all ranks, timeline) for both passes and three routes."""
     plans = [plans_of(case.problem, route, back) for route in ("ring", "direct", "ulysses") for back in (False, True)]
     return [(plan, simulate(plan, cluster)) for plan in plans]
 

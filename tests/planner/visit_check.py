@@ -11,11 +11,14 @@ from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Kind
 
 Cells = set[tuple[int, int]]
-"""(K/V head, row) of a buffer, or of the local tensors."""
+"""A set of (K/V head, row) pairs of a buffer, or of the local tensors."""
 
 
 class Update(NamedTuple):
-    """An operation that overwrites rows of a dK/dV buffer or adds to them."""
+    """An operation on rows of a dK/dV buffer. It overwrites them or adds to them.
+
+    `last`: whether it is the last operation on these rows of the local dK and dV.
+    """
 
     buffer: int
     cells: Cells
@@ -25,7 +28,7 @@ class Update(NamedTuple):
 
 
 def check_overwrites(plan: Plan) -> None:
-    """Assert that every row is set exactly once before all additions, and that nothing is added to final rows."""
+    """Assert that each row of dK/dV is overwritten exactly once, before all additions, and not changed when final."""
     all_cells: dict[int, Cells] = {}
     for update in _updates(plan):
         if update.buffer != LOCAL:
@@ -56,7 +59,7 @@ def cells(content: Content) -> Cells:
 
 
 def _updates(plan: Plan) -> Iterator[Update]:
-    """Yield all operations on dK and dV in order."""
+    """Yield all operations of the plan on dK and dV, in order."""
     for step in plan.steps:
         for zero in step.zeros:
             yield Update(zero.buffer, cells(zero.rows), True, False, f"step {step.number}: zeros")
@@ -72,7 +75,7 @@ def _updates(plan: Plan) -> Iterator[Update]:
 
 
 def _cells_of(plan: Plan, item: AttendOp) -> Cells:
-    """Return the (K/V head, row) pairs of dK and dV that an attention update writes."""
+    """Return the (K/V head, row) pairs of dK and dV that the attention update `item` writes."""
     updated = set()
     for tile in item.tiles:
         heads = {head // plan.problem.group for head in tile.heads.members()}
@@ -84,7 +87,7 @@ def _cells_of(plan: Plan, item: AttendOp) -> Cells:
 
 
 def adds_of(plan: Plan) -> list[tuple[int, int]]:
-    """Return (plan step, index in its work) of all additions to the local dK and dV."""
+    """Return (index of the plan's step, index in the step's work) of all additions to the local dK and dV."""
     return [
         (now, n)
         for now, step in enumerate(plan.steps)
