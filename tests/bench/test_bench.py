@@ -1,4 +1,4 @@
-"""The benchmarks: gates, baselines, jobs that die, verdicts, and the command entries at tiny sizes."""
+"""The benchmarks: gates, baselines, jobs that fail, verdicts, and their commands at tiny sizes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def lose_a_row(out: Tensor, grads: list[Tensor]) -> None:
 
 
 class Spoiled(Flash):
-    """The baseline of one process, with an error that `spoil` puts into its results."""
+    """The baseline of one process, except that `spoil` changes its results."""
 
     def __init__(self, spoil: Callable[[Tensor, list[Tensor]], None]) -> None:
         super().__init__("spoiled", slice(None), slice(None))
@@ -118,7 +118,8 @@ def test_stages_are_timed_only_inside_their_block() -> None:
     def on_rank(ring: Ring) -> tuple[dict[str, float], Tensor, Tensor]:
         ours = OurRing(ring)
         ours.load(SMALL)
-        # `stages` replaces functions of the whole process, and the ranks are threads of it. So only one rank calls it.
+        # `stages` replaces functions in the whole process, and the ranks are threads of one process. So only one calls
+        # it.
         with stages(ring) if ring.rank == 0 else nullcontext({}) as seconds:
             out = ours.forward()
             ours.backward()
@@ -129,7 +130,7 @@ def test_stages_are_timed_only_inside_their_block() -> None:
         assert seconds == before
         return seconds, out, ours.positions
 
-    # Two ranks, because a single rank has nothing to merge.
+    # There are two ranks, because a single rank has nothing to merge.
     by_rank = run_ranks(2, on_rank)
     assert tuple(by_rank[0][0]) == STAGES
     assert by_rank[0][0]["block kernel"] > 0 and by_rank[0][0]["merge"] > 0
@@ -231,7 +232,10 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def job(folder: str, number: int) -> int:
-    """Append to the file of this job. Jobs 0, 3, 6, ... end their process, and of the others 4, 8, ... raise."""
+    """Append to the file of this job, and return its square.
+
+    Jobs 0, 3, 6, ... end their process. Of the others, jobs 4, 8, ... raise.
+    """
     with Path(folder, str(number)).open("a") as file:
         file.write("x")
     if number % 3 == 0:
@@ -268,7 +272,7 @@ def test_a_job_that_hangs_is_ended_and_the_next_one_has_a_process() -> None:
 
 
 def test_a_process_whose_job_raised_runs_no_other_job() -> None:
-    """An error may have broken the CUDA context of the process."""
+    """After a job has raised, its process runs no other job, because its CUDA context may be broken."""
     with Worker() as worker:
         first = worker.ask(os.getpid, limit_s=60.0)
         with pytest.raises(JobFailed, match=r"^ValueError: invalid literal"):
@@ -290,7 +294,10 @@ LARGE = str(SIZES[-1])
 
 
 def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, list[float]]]:
-    """Return ten durations for each transport and size. The bar is met at all sizes except possibly the largest."""
+    """Return ten durations in seconds for each transport and size. The arguments are those of the largest size.
+
+    At all other sizes, shm is fast enough for the verdict.
+    """
     seconds = {
         name: {str(size): [s] * 10 for size in SIZES} for name, s in (("shm", 1.0), ("gloo", 9.0), ("copy", 0.5))
     }
@@ -303,7 +310,7 @@ def messages(shm_s: float, gloo_s: float, copy_s: float) -> dict[str, dict[str, 
     ("seconds", "verdict"),
     [
         ((1.0, 4.0, 0.9), "At least 4.0 times gloo, the bar is 4 at every size: met."),
-        # shm is twice as fast as the bare copy here. The verdict must use the time of shm, which meets the bar.
+        # Here shm is twice as fast as the bare copy. The verdict must use the time of shm, which is fast enough.
         ((1.0, 4.0, 2.0), "At least 4.0 times gloo, the bar is 4 at every size: met."),
         ((1.0, 3.9, 0.9), "every size: MISSED at 65536 KiB (3.9 times, the bare copy 4.3)."),
         ((1.0, 3.6, 0.9), "every size: MISSED at 65536 KiB (3.6 times, the bare copy 4.0)."),
@@ -321,7 +328,10 @@ def test_a_size_that_copying_cannot_reach_is_reported_separately(
 
 
 def rounds(by: float, count: int = 60) -> tuple[list[float], list[float]]:
-    """Return our seconds, and those of a peer that takes `by` times as long. The machine's speed varies threefold."""
+    """Return our seconds and those of a competitor that takes `by` times as long, in alternating rounds.
+
+    The machine's speed varies by a factor of three between the rounds.
+    """
     draw = random.Random(7)
     speed = [1 + 2 * draw.random() for _ in range(count)]
     ours, peer = ([s * (1 + 0.02 * draw.random()) for s in speed] for _ in range(2))
@@ -396,7 +406,7 @@ def test_drawn_calls_are_exact_and_a_wrong_result_is_noticed(monkeypatch: pytest
 
 
 def soaked(**grows: float) -> soak.Samples:
-    """Return thirty samples: each number starts at 100 and grows by `grows` after the warm-up."""
+    """Return thirty samples of a soak test. Each figure starts at 100 and, after the warm-up, grows by `grows`."""
     names = ("descriptors", "threads", "maps", "rss_bytes")
     return [
         {"calls": 10.0 * n, **{name: 100 + grows.get(name, 0) * max(n - 10, 0) / 19 for name in names}}
@@ -457,7 +467,7 @@ def test_packed_documents_are_exact_and_small_ones_stay_documents() -> None:
 
 
 def measured(case: Case, slower: dict[str, float]) -> list[dict[str, list[Sample]]]:
-    """Return measurements equal to the predictions, multiplied by `slower` for some schedules."""
+    """Return measurements that equal the predictions, multiplied by a factor for the schedules in `slower`."""
     by_shape = []
     for shape in case.shapes:
         by_pass = {}
@@ -474,7 +484,7 @@ def test_a_choice_is_judged_by_measured_times() -> None:
     assert right.chosen == right.fastest and right.over_fastest(right.chosen) == 1
     assert max(map(abs, right.errors())) == pytest.approx(0)
     assert right.auto in right.measured
-    # The chosen schedule turns out slow: another one is the fastest, and the errors show it.
+    # If the chosen schedule turns out slow, another one is the fastest, and the errors of the prediction show it.
     spoiled = judge(case, measured(case, {right.chosen: 1.5}), REFERENCE)
     assert spoiled.chosen == right.chosen != spoiled.fastest and spoiled.over_fastest(spoiled.chosen) > 1.1
     assert min(spoiled.errors()) == pytest.approx(-1 / 3)
@@ -516,7 +526,10 @@ def test_pairs_are_balanced_for_documents_of_a_published_distribution(ranks: int
 
 @pytest.mark.parametrize(("ranks", "seed", "fewest"), [(2, 0, 10_905), (2, 2, 90_974), (8, 0, 67_159), (8, 2, 634_840)])
 def test_placement_for_delivery_at_once_balances_pairs_with_few_rows(ranks: int, seed: int, fewest: int) -> None:
-    """`fewest`: a lower bound on the rows that any equally balanced placement sends."""
+    """The placement for delivery at once has balanced pairs, and sends at most 10% more rows than any must send.
+
+    `fewest`: a lower bound on the rows that any equally balanced placement sends.
+    """
     cuts = placement.draw_documents(TOKENS, seed)
     load, steps = (load_of(cuts, place(cuts, ranks)) for place in (placed_at_once, placed))
     assert max(load.pairs) * ranks <= EVEN * sum(load.pairs)
@@ -575,7 +588,10 @@ def test_a_long_ring_loses_its_share_and_a_short_one_less(tmp_path: Path, capsys
 def test_a_wrong_margin_stops_the_benchmark(
     by: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is wrong if a margin makes a pass faster, or slower by more than the share of the reserved SMs."""
+    """The benchmark stops if a margin makes a pass faster, or slower by more than the share of the reserved SMs.
+
+    The model is then wrong.
+    """
     leaving = Cluster.leaving
     wrong = {"flops": 648e12 * by, "backward_flops": 561e12 * by}
     first_call = iter([None])  # the first call computes the time and is spoiled; the bound uses the true cluster
@@ -594,7 +610,7 @@ def test_a_wrong_margin_stops_the_benchmark(
 
 
 def test_the_picture_of_memory_shows_the_gain_over_one_device() -> None:
-    """The picture has three lines: one device, one rank of the ring, and that rank's share of the tensors.
+    """The picture of memory has three lines: one device, one rank of the ring, and this rank's share of the tensors.
 
     The labels show the ratios between the lines.
     """

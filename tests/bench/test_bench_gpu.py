@@ -1,4 +1,4 @@
-"""The GPU benchmarks in Triton's interpreter: they must run, check results and save. Their figures mean nothing."""
+"""The GPU benchmarks run in Triton's interpreter, check results and save figures, although these mean nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.launch.commands import python
 
 
 def rehearse(module: str, folder: Path, *arguments: str) -> Any:
-    """Run a benchmark in a separate process on the CPU; return its saved record."""
+    """Run a benchmark in a separate process on the CPU. Return the record that it saved."""
     interpreted = {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(folder / "triton")}
     done = python("-m", module, *arguments, f"results={folder}", env=interpreted)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -54,7 +54,10 @@ class StandInForWorker:
 
 
 def test_a_kernel_is_recompiled_for_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton caches compiled kernels by device, and the stub device has the same number for every GPU."""
+    """`code_of` compiles a kernel again for another GPU.
+
+    Triton caches compiled kernels by device number, and the stub device has the same number for every GPU.
+    """
 
     class Kernel:
         def __init__(self) -> None:
@@ -83,7 +86,7 @@ def test_kernels(tmp_path: Path) -> None:
 
 
 class Answers(StandInForWorker):
-    """A stand-in for a worker: jobs that `says` names fail with its text, and others return fixed figures.
+    """A stand-in for a worker. Jobs named in `says` fail with the text there, and others return fixed figures.
 
     `kept` records the number of saved rows before each job.
     """
@@ -161,7 +164,7 @@ SMALL_PROJECTION = [
 
 @pytest.mark.slow
 def test_a_rehearsal_in_the_interpreter(tmp_path: Path) -> None:
-    """Every baseline passes the gate and is timed, in the order of the table."""
+    """In the interpreter, every baseline of the projection passes the gate and is timed, in the order of the table."""
     kept = rehearse("ringattn.bench.qkv", tmp_path, *SMALL_PROJECTION)
     assert kept["refused"] == {} and kept["measured on"] == {"device": "none: a rehearsal"}
     assert [row["backend"] for row in kept["times"]] == ["eager", "epilogue", "fused"]
@@ -189,7 +192,10 @@ def test_the_gate_notices_wrong_results(part: str, monkeypatch: pytest.MonkeyPat
 def test_a_baseline_that_hangs_or_is_wrong_loses_only_its_figures(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The baseline eager hangs at the second model and keeps its earlier figures. epilogue is wrong and gets none."""
+    """A baseline that hangs keeps its earlier figures, one that is wrong gets none, and the others are not affected.
+
+    Here `eager` hangs at the second model, and `epilogue` is wrong.
+    """
 
     class Answers(StandInForWorker):
         def ask(self, requested: Any, options: QkvOptions, model: int, name: str, *, limit_s: float) -> Any:
@@ -222,9 +228,9 @@ FASTEST = Config(128, 128, 8, 2, "pointers")
 
 
 class Tries(StandInForWorker):
-    """A stand-in for a worker: times depend on the block sizes, and candidates in `hang` never answer.
+    """A stand-in for a worker whose times depend on the block sizes.
 
-    `asked` records the requests.
+    Candidates in `hang` never answer, and those in `wrong` give wrong results. `asked` records the requests.
     """
 
     asked: ClassVar[list[tuple[str, Config]]] = []
@@ -254,9 +260,9 @@ def tuned(folder: Path, *arguments: str) -> Any:
 
 
 def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only times decide, because a candidate that spills registers may be the fastest.
+    """A candidate that spills registers is not rejected, because it may be the fastest. Only times decide.
 
-    With one compiler, even the table's entry for dK/dV spills.
+    With one version of the compiler, even the table's entry for dK/dV spills.
     """
     handles = [SimpleNamespace(name=name, spills=n) for name, n in (("_forward", 2), ("_grad_q", 99), ("_grad_kv", 8))]
     spilling = SimpleNamespace(handles=lambda: handles, clear=lambda: None)
@@ -269,7 +275,7 @@ def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_context_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate that fails is a result. If the device has failed too, the job raises the error."""
+    """If a candidate fails, the failure is its result. If the CUDA context is broken too, the job raises an error."""
     monkeypatch.setattr(tune, "with_config", lambda case, config: 1 / 0)
     small = TuneOptions(tokens=8, heads=2, batch=1, dtype="float32")
     arguments = Case("forward", 16, "pointers"), FASTEST, small, True
@@ -345,7 +351,10 @@ def test_the_fastest_correct_candidate_is_written(
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("kernel", "blocks"), [("forward", (128, 128)), ("grad_kv", (64, 128)), ("grad_q", (128, 64))])
 def test_promising_candidates_are_tried_first(kernel: str, blocks: tuple[int, int], dim: int) -> None:
-    """Among the first ten candidates are 64 key rows per group of warps for dK/dV, and 64 query rows for out and dQ."""
+    """The candidates that are tried first include the expected block sizes.
+
+    These have 64 key rows per warp group for dK/dV, and 64 query rows for out and dQ.
+    """
     order = promising(kernel, dim, "descriptors")
     assert (*blocks, 8, 2, "descriptors") in order[:10]
     assert len(order) == len(set(order)) == 64
@@ -379,7 +388,7 @@ RESULTS = Path(model.__file__).parent / "results/cpu/makespan.json"
 
 @cache
 def tiles_of(source: str) -> ModuleType:
-    """Execute the source of `attention_tiles` as a module that runs on NumPy."""
+    """Return a module that executes the source of `attention_tiles` on NumPy."""
     tl = language()
     stubs = {"triton": SimpleNamespace(jit=lambda function: function, language=tl), "triton.language": tl}
     tiles = ModuleType("attention_tiles")
@@ -389,7 +398,7 @@ def tiles_of(source: str) -> ModuleType:
 
 
 def mapped_items(source: str, table: Table, batches: int, section: int) -> list[tuple[int, int, int]]:
-    """Return (block, batch, head) of the items that are not idle, as `item_of` in `source` computes them."""
+    """Return (block, batch, head) of the work items that are not idle, as `item_of` in `source` computes them."""
     count, slots = len(table.blocks), table.slots
     items = value(np.arange(count * slots * batches, dtype=np.int32))
     sizes = (value(x) for x in (count, slots, batches, section))
@@ -402,7 +411,10 @@ def mapped_items(source: str, table: Table, batches: int, section: int) -> list[
 
 
 def draw_table(seed: int) -> tuple[Table, int, int]:
-    """Draw a table whose blocks have different heads, the number of batches, and a section of any size."""
+    """Draw a table whose blocks have different heads, the batch size, and the size of a section.
+
+    A section is a number of heads that are processed together.
+    """
     rng = Random(seed)
     slots, batches = rng.randint(1, 5), rng.randint(1, 3)
     heads = [rng.randint(1, slots) for _ in range(rng.randint(1, 6))]
@@ -416,7 +428,7 @@ def draw_table(seed: int) -> tuple[Table, int, int]:
 
 
 def expected_items(table: Table, batches: int) -> list[tuple[int, int, int]]:
-    """Return every (block, batch, head) of a table."""
+    """Return the (block, batch, head) of all work items of a table that are not idle."""
     return [
         (index, batch, head)
         for index, block in enumerate(table.blocks.tolist())
@@ -442,14 +454,17 @@ def test_a_section_fits_the_cache() -> None:
     mib = 1 << 20
     assert section_of(16, 64, 4 * mib, H100) == 8 and section_of(16, 64, 2 * mib, H100) == 16
     assert section_of(32, 64, 4 * mib, H100, sharing=4) == 32 and section_of(64, 64, 4 * mib, H100, sharing=4) == 32
-    # If nothing fits, the section is one K/V head at a time, but never fewer than two items per SM.
+    # If not even one K/V head fits the cache, a section has one K/V head, but never fewer than two items per SM.
     assert section_of(16, 999, 99 * mib, H100, sharing=4) == 4
     assert section_of(16, 64, 99 * mib, H100) == 5 and section_of(16, 64, 99 * mib, H100, sharing=4) == 8
     assert section_of(3, 1, 99 * mib, H100) == 3 and section_of(0, 0, 0, H100) == 1
 
 
 def test_the_section_of_a_launch() -> None:
-    """K and V of a head have 16,384 rows of 64 and of 32 elements, which take 3 MiB. Eleven heads fit the cache."""
+    """The section of a launch has the eleven heads whose K and V fit the cache.
+
+    K and V of a head have 16,384 rows of 64 and of 32 elements, which take 3 MiB.
+    """
     k, v = (torch.zeros(1 << 14, 2, 16, dim, dtype=torch.half, device="meta") for dim in (64, 32))
     table = Table(torch.zeros(128, 8), torch.zeros(1, 16), 16)
     assert section_for(table, k, v) == 11 and section_for(table, k, v, sharing=2) == 22
@@ -462,10 +477,10 @@ def test_the_section_of_a_launch() -> None:
 @pytest.mark.parametrize("tokens", [4096, 8192, 16384])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_causal_step_fills_the_gpu(gpu: str, tokens: int, side: str) -> None:
-    """The work of 16 heads and batch 1 is harder to divide evenly than that of other ordinary calls.
+    """A causal step takes at most 3% longer than with work that is divided evenly over the SMs.
 
-    At 4,096 tokens, each SM of a B200 has 3.5 items. The order longest first ends at 60 units, although 58 might be
-    possible.
+    16 heads and batch 1 are harder to divide evenly than other ordinary calls. The exception is a B200 with 4,096
+    tokens, where an SM has 3.5 items: with the longest first, the step ends at 60 units, although 58 might be possible.
     """
     launch = step_of("causal", tokens, side)
     items = items_of(launch, launch.section(GPUS[gpu]))
@@ -474,9 +489,9 @@ def test_a_causal_step_fills_the_gpu(gpu: str, tokens: int, side: str) -> None:
 
 
 def test_the_committed_figures_are_current() -> None:
-    """`python -m ringattn.bench makespan` renews the figures.
+    """The committed figures equal those that are computed now. `python -m ringattn.bench makespan` renews them.
 
-    On an H100, a ratio exceeds 1.03 only if no order does better, because equal items do not divide evenly.
+    On an H100, the ratio to an even division exceeds 1.03 only if no order of the items does better.
     """
     figures = all_steps()
     assert figures == json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]

@@ -1,4 +1,4 @@
-"""The judge of the fault table, and the benchmarks for several GPUs and for two nodes, rehearsed over gloo."""
+"""The fault table judges outcomes correctly, and benchmarks for several GPUs and two nodes run (over gloo)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.transport.nccl_rings import on_rings, results
 from tests.transport.simulated.world import SimWorld
 
 GRACE_S = 5.0
-"""The table allows two seconds after a deadline; a test may share its machine with other tests."""
+"""The time that an error may take after a deadline. The table allows two seconds; tests may share their machine."""
 
 KILL, STOP, LINK = FAULTS["kill between passes"], FAULTS["stop 2.5 T between passes"], FAULTS["link cut"]
 SILENT = "no answer from ranks [1] within 4 s; rank 1 is silent (stopped, stuck, gone or out of reach)"
@@ -48,7 +48,7 @@ def forkserver() -> None:
 
 
 def run_cells(cells: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """Return the outcome of each (fault, column). Three run at the same time, because they mostly wait."""
+    """Run cells (fault, column) of the table, three at a time because they mostly wait. Return their outcomes."""
 
     def run(cell: tuple[str, str]) -> Outcome:
         return run_fault(FAULTS[cell[0]], cell[1], 1, grace_s=GRACE_S)
@@ -220,7 +220,7 @@ SMALL = (
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_case_is_valid_and_defaults_come_first(part: str) -> None:
-    """The first cases use the defaults of every transport; no case occurs twice."""
+    """Every case has valid options, the first cases use the defaults of every transport, and no case occurs twice."""
     cases = list(cases_of(ManyOptions(part=part)))
     assert [case["transport"] for case in cases if not case["nccl"]][:2] in (["nccl", "peer"], ["nccl", "nccl"])
     first_varied = next((index for index, case in enumerate(cases) if case["nccl"]), len(cases))
@@ -250,7 +250,7 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
 
 
 def stub_torchrun(monkeypatch: pytest.MonkeyPatch, answers: list[dict[int, dict[str, Any]]]) -> list[int]:
-    """Replace torchrun. `answers`: for each start, the answer of both ranks to each case.
+    """Replace torchrun by a stub. `answers`: for each start, the answer of all ranks to each case, by its number.
 
     Return a list to which each start appends the number of cases that it received.
     """
@@ -316,7 +316,7 @@ def test_every_part_runs_and_is_on_the_page(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_every_nccl_option_hops_over_the_simulated_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the body of a hop and of an overlap on a ring opened with the options of each case."""
+    """The benchmarks of a hop and of an overlap run on the simulated library with the NCCL options of each case."""
     cases = [case for case in cases_of(ManyOptions(transports=("nccl",))) if case["kind"] == "hop"]
     assert len(cases) == 11
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 8, "rows": 16, "dtype": "float32", "count": 2}
@@ -350,8 +350,8 @@ SHARD = 4096 // RANKS * 8 * 2 * 64 * 4  # bytes of K and V that a rank owns in t
 
 @pytest.mark.parametrize(
     ("schedule", "forward", "backward"),
-    # Backward gradients cross as often as the tensors they belong to. Ulysses sends queries, keys and values, and
-    # outputs back, a quarter of each to either rank of the other node.
+    # In backward, gradients cross between nodes as often as the tensors they belong to. Ulysses sends queries, keys and
+    # values, and returns outputs: a quarter of each to either rank of the other node.
     [
         ("ring", 3, 6),
         ("double_ring", 1, 2),
@@ -382,7 +382,7 @@ def test_constants_of_both_kinds_of_messages_are_recovered() -> None:
 
 
 def samples(cluster: Cluster, slower: dict[str, float]) -> list[dict[str, list[Sample]]]:
-    """Return measurements equal to the predictions, multiplied by `slower` for some schedules."""
+    """Return measurements that equal the predictions, multiplied by a factor for the schedules in `slower`."""
     by_shape = []
     for shape in two_nodes.shapes(OPTIONS.calls):
         times = slower.get(shape.schedule, 1.0)
@@ -420,7 +420,7 @@ def test_nodes_share_processors_and_node_1_connects() -> None:
 
 
 def probe(ring: Ring, nbytes: int) -> list[int]:
-    """Send `nbytes` to each rank of the other node; return the last byte received from each of them."""
+    """Send `nbytes` to each rank of the other node. Return the last byte that was received from each of them."""
     peers = [rank for rank in range(RANKS) if rank // PLACES != ring.rank // PLACES]
     sent = ring.transport.allocate(nbytes)
     sent.fill_(ring.rank)

@@ -1,4 +1,4 @@
-"""The recorded predictions for published figures are those of the current constants, and every miss is explained."""
+"""The recorded predictions of published figures follow from the current constants, and every miss is explained."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_recorded_figures_equal_fresh_predictions(figures: list[published.Row]) 
 
 
 def test_only_two_charts_are_off_by_more_than_15_percent(figures: list[published.Row]) -> None:
-    """Of the 160 figures from charts, all others are within 15 percent."""
+    """Of the 160 figures that were read from charts, all but two are within 15 percent."""
     missed = [(row.family, row.case) for row in figures if row.lead <= 2 and not row.met]
     assert missed == [("B200 ulysses", f"causal forward, {ranks} ranks") for ranks in (32, 64)]
     assert {row.lead for row in figures if not row.met} == {2, 3, 6, 7, 8, 10}

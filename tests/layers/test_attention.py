@@ -1,4 +1,4 @@
-"""Attention layers: results equal those of one rank and of torch's layer, keys are sent early, errors on all ranks."""
+"""Attention layers give the results of one rank and of torch's layer, send keys early, and raise on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def layer(**options: Any) -> RingMultiheadAttention:
-    """Return a float64 layer with the same weights in every call. No parameter is 0 or 1."""
+    """Return a float64 layer. Its weights are random, but the same in every call."""
     module = RingMultiheadAttention(EMBED, HEADS, **options).double()
     generator = torch.Generator().manual_seed(5)
     for weight in module.parameters():
@@ -52,7 +52,10 @@ def layer(**options: Any) -> RingMultiheadAttention:
 
 
 def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> dict[str, Tensor]:
-    """Return the output and the gradients of the input and of the parameters, gathered or summed over the ranks."""
+    """Run a layer forward and backward. Return the gathered output, and the gradients summed over the ranks.
+
+    The gradients are those of the input and of the parameters.
+    """
     module = layer(**options)
     seq = ring.sequence(tokens, layout=layout)
     x = X[:, :tokens].clone().requires_grad_()
@@ -70,7 +73,7 @@ def trained(ring: Ring, options: dict[str, Any], layout: str, tokens: int) -> di
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_results_do_not_depend_on_the_number_of_ranks(name: str, world_size: int, layout: str, tokens: int) -> None:
-    """Outputs and gradients equal those of one rank, also with ranks without tokens, or whose keys no rank reads."""
+    """Outputs and gradients equal those of one rank, also if ranks have no tokens, or keys that no rank reads."""
     (reference,) = run_ranks(1, lambda ring: trained(ring, LAYERS[name], "contiguous", tokens))
     for actual in run_ranks(world_size, lambda ring: trained(ring, LAYERS[name], layout, tokens), poison=True):
         assert actual.keys() == reference.keys()
@@ -82,7 +85,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(name: str, world_size: int
 
 
 def projected_before(module: RingMultiheadAttention, x: Tensor, seq: Any, rope: Rope) -> Tensor:
-    """Return the outputs of the heads of a causal layer that projects everything before attention."""
+    """Return the attention output of a causal layer, computed by projecting q, k and v before attention."""
     q, k, v = project_qkv(
         x, module.in_proj_weight, module.in_proj_bias, HEADS, module.num_kv_heads, module.head_dim,
         q_norm=module.q_norm, k_norm=module.k_norm, rope=rope, positions=seq.positions(), length=seq.length,
@@ -123,7 +126,10 @@ def test_overlapped_projections_give_the_results_of_separate_ones(
 def test_keys_are_sent_before_queries_are_projected(
     window: tuple[int, int] | None, wire: str | None, straight: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a message contains all keys unchanged, they are not packed into a staging buffer first."""
+    """A layer projects keys and values first, and sends them while it projects the queries.
+
+    If a message contains all keys unchanged, they are not packed into a staging buffer first.
+    """
     events: dict[int, list[str]] = defaultdict(list)
 
     def record(function: Any, event: Any) -> Any:
@@ -152,7 +158,7 @@ def test_keys_are_sent_before_queries_are_projected(
 
 
 def test_a_failed_projection_of_keys_closes_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The projection fails on one rank after the ranks have compared their calls, and no other rank may hang."""
+    """If the projection of keys fails on one rank, after the ranks have compared their calls, all rings are closed."""
 
     def broken(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
         if not x.any():
@@ -218,13 +224,13 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor | None]] = {
         torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) & (torch.arange(TOKENS) >= 6),
     ),
 }  # fmt: skip
-"""Options of the layer, options of its call, and the attn_mask with which torch's layer computes the same."""
+"""For each mask: options of the layer, options of its call, and the attn_mask for which torch's layer does the same."""
 
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("bias", [{}, {"bias": False}])
 def test_two_ranks_compute_the_same_as_torchs_layer(name: str, bias: dict[str, Any]) -> None:
-    """The state of torch's layer loads, and the output and all gradients agree."""
+    """On two ranks, a layer with the state of torch's layer gives its output and all its gradients."""
     options, called, attn_mask = MASKS[name]
     torch_layer = nn.MultiheadAttention(EMBED, HEADS, batch_first=True, dtype=torch.float64, **bias)
     for weight in torch_layer.parameters():
@@ -375,7 +381,7 @@ def test_a_wrong_seed_or_sinks_of_one_rank_are_refused_on_all_ranks() -> None:
 
 
 def test_dropout_is_applied_in_training_mode_with_the_seed_of_the_call() -> None:
-    # Create the layer once: the ranks are threads, which would draw different weights from the shared generator.
+    # Create the layer only once: the ranks are threads, and would draw different weights from the generator they share.
     module = layer(dropout=0.4, causal=True)
 
     def body(ring: Ring) -> list[Tensor]:
@@ -448,7 +454,7 @@ def test_memory_info_counts_the_layer_and_the_ring() -> None:
     "options", [None, {}, {"grad": "detached", "offset": "block"}], ids=["plain", "dilated", "detached"]
 )
 def test_an_empty_batch_has_zero_gradients_and_does_not_affect_the_next_call(options: dict[str, Any] | None) -> None:
-    """A call with an empty batch must not start a transfer that the next call would find unfinished."""
+    """A call with an empty batch gives zero gradients, and leaves no unfinished transfer to the next call."""
 
     def body(ring: Ring) -> list[Tensor]:
         if options is None:

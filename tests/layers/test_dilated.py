@@ -1,4 +1,4 @@
-"""Layers of dilated attention: options, equality of the two forms, copies, state dictionaries, and warnings."""
+"""Layers of dilated attention on a ring and on one device: options, equal results, copies, state dicts and warnings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def drawn(module: nn.Module) -> nn.Module:
-    """Set the parameters to the same random numbers in every call, none of them 0 or 1. Return the module."""
+    """Set the parameters to random numbers, the same in every call, and return the module."""
     generator = torch.Generator().manual_seed(5)
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)

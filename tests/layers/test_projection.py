@@ -1,4 +1,4 @@
-"""The projection and rotary positions in plain torch: their definition in float64, refusals, and the backend."""
+"""The projection and rotary positions agree with their definition in float64; refusals; the choice of the backend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def weights(bias: bool = True, norm: bool = True) -> dict[str, Any]:
 def by_definition(
     x: Tensor, weight: Tensor, bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, rope: Rope | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute q, k and v head by head. A rotation is a product of complex numbers."""
+    """Return q, k and v by definition, computed head by head. A rotation is a product of complex numbers."""
     outputs = []
     for head in range(HEADS + 2 * KV_HEADS):
         rows = slice(head * DIM, (head + 1) * DIM)

@@ -1,4 +1,4 @@
-"""Functions over tiles of tokens: equal values and gradients, the memory of one tile, and no additional calls."""
+"""Functions over tiles of tokens give equal values and gradients, with the memory of one tile and no extra calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringattn.layers.tiled import Tiling, tiled
 
 
 class FeedForward(nn.Module):
-    """A feed-forward like Llama's, with dropout. It counts its calls."""
+    """A feed-forward layer like Llama's, with dropout, which counts its calls."""
 
     def __init__(self, dim: int = 8, inner: int = 24, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def gradients(part: nn.Module, x: Tensor, out: Tensor) -> list[Tensor | None]:
-    """Return the gradients of `x` and of the parameters, for a random weight of each output element."""
+    """Return the gradients of `x` and the parameters for a loss that weights the output elements randomly."""
     part.zero_grad(), x.grad is None or x.grad.zero_()
     (out * drawn(*out.shape).to(out.dtype)).sum().backward(retain_graph=True)
     return [None if x.grad is None else x.grad.clone(), *(weight.grad for weight in part.parameters())]

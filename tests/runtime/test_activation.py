@@ -1,4 +1,4 @@
-"""A model that does not attend over the ring under an active sequence is refused, never computed silently."""
+"""A model that attends locally although a sequence is active is refused; it never gives silently wrong results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _fresh() -> None:
 
 
 def heads(tokens: int = 6) -> Tensor:
-    """Return a tensor (batch, heads, tokens, head_dim) of one rank."""
+    """Return a tensor (batch, heads, tokens, head_dim) with the tokens of one rank."""
     return torch.randn(1, 2, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
@@ -79,7 +79,10 @@ class Tower(nn.Module):
     ],
 )
 def test_a_local_attention_operator_is_refused_under_a_sequence(run: Callable[[Tensor], Tensor], name: str) -> None:
-    """The call is refused on all ranks, even if only one rank attends locally, and the ring stays usable."""
+    """A call of torch's local attention is refused on all ranks, even if only one rank makes it.
+
+    The ring stays usable.
+    """
 
     def body(ring: Ring) -> tuple[str, str]:
         x, seq = heads(), ring.sequence(12)
@@ -119,9 +122,9 @@ def test_a_model_without_ring_attention_is_noticed_at_the_end(run: Callable[[Ten
 
 @pytest.mark.parametrize("attend", [ring_sdpa, lambda q, k, v: q.new_tensor(0)])
 def test_operators_are_observed_until_ring_attention_occurs(attend: Callable[..., Tensor]) -> None:
-    """Operators are observed throughout the first activation with gradients, and the first one without.
+    """Torch's operators are observed, to detect local attention, until the first attention over the ring.
 
-    In later activations, they are observed until the first attention over the ring.
+    In the first activation with gradients, and in the first without, they are observed throughout.
     """
 
     def body(ring: Ring) -> list[bool]:
@@ -140,7 +143,10 @@ def test_operators_are_observed_until_ring_attention_occurs(attend: Callable[...
 
 
 def test_steps_of_compiled_code_follow_each_other() -> None:
-    """Attention is called between two graphs, over different sequences; gradients equal those without a compiler."""
+    """Steps of a compiled model over different sequences give the gradients of the model without a compiler.
+
+    Attention is called between two compiled graphs.
+    """
 
     def model(x: Tensor) -> Tensor:
         x = (x + 1).sin()
@@ -172,9 +178,9 @@ def test_local_attention_next_to_ring_attention_is_refused_in_the_first_activati
 
 
 def test_attention_declared_local_runs_torchs_kernels() -> None:
-    """Attention is declared local by `activate(None)` or by a marked module, also nested and in backward.
+    """Attention that is declared local, by `activate(None)` or by a marked module, runs torch's own kernels.
 
-    On a ring of one rank, no declaration is needed.
+    This holds for nested declarations and in backward too. On a ring of one rank, no declaration is needed.
     """
 
     def body(ring: Ring) -> None:
@@ -204,7 +210,7 @@ def test_attention_declared_local_runs_torchs_kernels() -> None:
 
 
 def test_modules_of_a_ring_attend_under_a_sequence() -> None:
-    """The engine of a layer calls torch's attention kernels block by block, and these calls are not refused."""
+    """Layers that attend over the ring are not refused, although their engine calls torch's attention kernels."""
 
     layer = RingMultiheadAttention(8, 2).double()
 
@@ -256,7 +262,7 @@ def test_reentrant_checkpoints_of_torch_are_found() -> None:
 
 
 def test_code_that_calls_backward_is_not_part_of_a_recomputation() -> None:
-    """The forward run of a region computes a gradient. The hook of that backward pass runs outside the region."""
+    """If a checkpointed region calls backward itself, hooks of this backward pass run outside the region."""
     seen: list[Regions] = []
 
     def region(x: Tensor) -> Tensor:
@@ -284,9 +290,9 @@ def save_all(ctx: object, op: object, *_: object, **__: object) -> CheckpointPol
 @pytest.mark.parametrize("engine", ["plain", "aten"])
 @pytest.mark.parametrize("policy", [save_products, save_all])
 def test_selective_checkpointing_recomputes_attention(policy: Callable[..., Any], engine: str) -> None:
-    """There are three regions.
+    """Selective checkpointing of three layers recomputes attention and gives the right gradients.
 
-    The backward pass of the last one needs more memory, so the buffers of the other two are bound again.
+    The backward pass of the last layer needs more memory, so the buffers of the other two are bound again.
     """
 
     def layers(x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> nn.ModuleList:
@@ -319,7 +325,10 @@ def test_selective_checkpointing_recomputes_attention(policy: Callable[..., Any]
 
 
 def test_a_refusal_inside_selective_checkpointing_keeps_its_message() -> None:
-    """Ranks exchange the refusal in tensors, as over gloo. The region has not called these operators in forward."""
+    """A refusal inside selective checkpointing keeps its message if ranks exchange it in tensors, as over gloo.
+
+    The region has not called the operators of this exchange in forward.
+    """
 
     def body(ring: Ring) -> None:
         agree = ring.transport.all_gather_bytes

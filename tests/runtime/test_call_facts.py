@@ -1,4 +1,4 @@
-"""Everything that shapes messages is compared between ranks before anything is sent, and differences are named."""
+"""All facts that messages depend on are compared between ranks before anything is sent, and differences are named."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULES = {
 
 
 def machines(ranks_of_a_node: int, latency_s: float) -> Cluster:
-    """Return slow machines with `ranks_of_a_node` ranks on each node."""
+    """Return a cluster of slow machines with `ranks_of_a_node` ranks on each node."""
     links = Links(tuple(rank // ranks_of_a_node for rank in range(RANKS)))
     return Cluster("drawn", 1e6, links=links, sync_s=1e-5, bandwidth=1e3, latency_s=latency_s, node_bandwidth=1e6)
 
@@ -43,7 +43,7 @@ def attend(ring: Ring, schedule: str = "auto", **options: Any) -> torch.Tensor:
 
 
 def error_of_refusal(ring: Ring, call: Callable[[], object]) -> str:
-    """Return the error of a call, after checking that the ring can make the next one."""
+    """Make a call that is refused. Check that the ring can still make another call, and return the error's message."""
     with pytest.raises(DisagreementError) as caught:
         call()
     seq = ring.sequence(TOKENS)
@@ -75,7 +75,10 @@ def test_schedules_that_differ_between_ranks(usual: str, odd: str, fact: str) ->
     ids=["nodes", "prologue", "choice"],
 )
 def test_machines_that_differ_between_ranks(odd: Cluster, schedule: str, fact: str) -> None:
-    """`cluster=` decides the ranks of inner rings, the prologue of a backward pass, and what "auto" chooses."""
+    """A call is refused if ranks have different clusters and these lead to different plans.
+
+    The cluster decides the ranks of inner rings, the prologue of a backward pass, and what "auto" chooses.
+    """
 
     def body(ring: Ring) -> str:
         usual = machines(2 if schedule == "double_ring" else 1, 1e-6)
@@ -94,7 +97,7 @@ def test_machines_that_differ_between_ranks(odd: Cluster, schedule: str, fact: s
 
 
 def test_facts_cover_every_field_that_plans_depend_on() -> None:
-    """A change of any field of the route or of the problem changes the summary, including fields added later."""
+    """Any change of a field of the route or the problem, even of a new one, changes the text that ranks compare."""
 
     def calls(ring: Ring) -> AttentionCall:
         options = AttentionOptions(causal=True, schedule="double_ring:2")

@@ -1,4 +1,4 @@
-"""The calls that ranks must compare, on a transport that itself notices a rank with a different call."""
+"""Which calls ranks must compare on a transport whose heartbeats already notice that ranks make different calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.transport.simulated.world import SimWorld
 
 
 class NoticingTransport:
-    """A transport that notices different calls, and records the announcements."""
+    """A fake transport that says that it notices different calls, and records the announced calls."""
 
     def __init__(self) -> None:
         self.announced: list[bytes] = []
@@ -29,7 +29,7 @@ class NoticingTransport:
 
 
 def needs_comparison(side: ConsistencyCheck, words: str, backward_of: int | None = None) -> bool:
-    """Return whether this call needed a comparison, in which all ranks then agreed."""
+    """Make a call on one rank, and return whether the ranks had to compare it. If so, all ranks agree."""
     message = side.announced(words, None, False, backward_of)
     if message is not None:
         side.settle(words, backward_of, [json.dumps([f"{side.calls}: {message}", None])] * 2)
@@ -37,7 +37,10 @@ def needs_comparison(side: ConsistencyCheck, words: str, backward_of: int | None
 
 
 def needs_gradient_comparison(side: ConsistencyCheck, words: str, needs: str, other_needs: str) -> bool:
-    """Return whether this call needed a comparison, in which another rank then needed the gradients `other_needs`."""
+    """Make a call that needs the gradients `needs`, and return whether the ranks had to compare it.
+
+    If so, the other rank needs the gradients `other_needs`.
+    """
     message = side.announced(words, None, False, None, GradientNeeds(tuple(needs)))
     if message is not None:
         call = f"{side.calls}: {message}"
@@ -90,7 +93,7 @@ def test_comparisons_are_forgotten_in_the_order_of_their_last_use(monkeypatch: p
 
 
 def attend_repeatedly(ring: Ring, count: int) -> list[torch.Tensor]:
-    """Make `count` calls that differ only in the values of their tensors."""
+    """Make `count` attention calls that differ only in the values of their tensors, and return the outputs."""
     seq = ring.sequence(12)
     shape = 1, seq.counts[ring.rank], 2, 8
     inputs = [torch.full(shape, float(n), requires_grad=True) for n in range(count)]

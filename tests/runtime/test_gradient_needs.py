@@ -1,4 +1,4 @@
-"""Ranks that need different gradients of one call get the gradients of one process, or an error with the cause."""
+"""If ranks need different gradients of a call, they get those that one process computes, or an error with the cause."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ PATTERNS = {
 
 
 def expected() -> list[Tensor]:
-    """Return the gradients of q, k, v and of the sinks on one process."""
+    """Return the gradients of q, k, v and the sinks, computed on one process."""
     leaves = [x.clone().requires_grad_() for x in (*WHOLE, SINKS)]
     out, _ = dense_attention(*leaves[:3], causal=True, sinks=leaves[3])
     return list(torch.autograd.grad((out * WEIGHT).sum(), leaves))
 
 
 def step(ring: Ring, attend: Attend, needs: str) -> list[Tensor | None]:
-    """Run one forward and backward pass in which some leaves need gradients; return those of q, k, v and the sinks."""
+    """Run a forward and a backward pass in which the leaves in `needs` (of "qkvs") need gradients.
+
+    Return the gradients of q, k, v and the sinks, or None.
+    """
     seq = ring.sequence(TOKENS)
     leaves = [x.clone().requires_grad_(name in needs) for name, x in zip("qkv", map(seq.shard, WHOLE), strict=True)]
     sinks = SINKS.clone().requires_grad_("s" in needs)
@@ -63,7 +66,10 @@ def step(ring: Ring, attend: Attend, needs: str) -> list[Tensor | None]:
 
 
 def check(pattern: tuple[str, ...], rows: list[Tensor], shards: list[list[Tensor | None]]) -> None:
-    """Raise unless each rank has the gradients of one process where it needs them, and none elsewhere."""
+    """Check that each rank has the gradients that one process computes where it needs them, and none elsewhere.
+
+    `pattern`: what each rank needs; `rows`: the positions of each rank; `shards`: the gradients of each rank.
+    """
     whole = expected()
     partial_sinks = [gradients[3] for gradients in shards]
     for needs, rank_rows, gradients in zip(pattern, rows, shards, strict=True):
@@ -81,7 +87,7 @@ def check(pattern: tuple[str, ...], rows: list[Tensor], shards: list[list[Tensor
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_gradients_equal_those_of_one_process(entry: str, pattern: tuple[str, ...]) -> None:
     def body(ring: Ring) -> Any:
-        # In the second step all ranks need all gradients, so equal calls need different gradients from step to step.
+        # In the second step all ranks need all gradients. So a call that was compared before needs other gradients.
         steps = [step(ring, ENTRIES[entry], needs) for needs in (pattern[ring.rank], "qkvs", pattern[ring.rank])]
         return ring.sequence(TOKENS).positions(), steps
 
@@ -91,7 +97,10 @@ def test_gradients_equal_those_of_one_process(entry: str, pattern: tuple[str, ..
 
 
 def test_forward_caches_inputs_also_on_a_rank_that_needs_no_gradient() -> None:
-    """Backward reads the cached inputs instead of fetching them again, also for gradients that other ranks need."""
+    """Forward caches remote inputs for backward on every rank, also on a rank that needs no gradient itself.
+
+    Backward reads them for the gradients that other ranks need, instead of fetching them again.
+    """
     x = torch.randn(1, 64, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
     def body(ring: Ring) -> Any:
@@ -132,7 +141,7 @@ def test_the_gradient_of_a_gather_that_only_one_rank_needs() -> None:
 
 
 def error_of_refusal(ring: Ring, call: Callable[[], object]) -> str:
-    """Return the error of a call, after checking that the ring can make the next one."""
+    """Make a call that is refused. Check that the ring can still make another call, and return the error's message."""
     with pytest.raises(DisagreementError) as caught:
         call()
     step(ring, ENTRIES["attention"], "qkv")

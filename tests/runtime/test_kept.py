@@ -1,4 +1,4 @@
-"""Remote inputs cached in forward for backward: the results are the same, and nothing cached is sent again."""
+"""If forward caches remote inputs for backward, the results are the same, and nothing cached is sent again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def always_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def force_prologue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Prologue], None]]:
-    """Force the prologue of backward for every transposed schedule."""
+    """Return a function that forces a prologue of backward on every schedule that transposes its forward pass."""
 
     def forced(prologue: Prologue) -> None:
         def chosen(problem: Problem, route: Route, cluster: object) -> Prologue:
@@ -147,9 +147,10 @@ def test_every_prologue_of_backward_is_exact(
 def test_calls_in_any_order_get_the_inputs_that_they_cached(
     schedule: str, force_prologue: Callable[[Prologue], None]
 ) -> None:
-    """Two forward passes precede a backward pass, with one without gradients between them.
+    """Each backward pass reads the inputs that its own forward pass has cached, in whatever order calls are made.
 
-    Then a graph is used twice, and a call is recomputed.
+    Here two forward passes precede the backward passes, with a pass without gradients between them. Then a graph is
+    used a second time, and a call is recomputed.
     """
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(2, 3, 1, 24, 4, 8, dtype=torch.float64, generator=generator)

@@ -1,4 +1,4 @@
-"""Plans that are broken on purpose: poison or the reference must reveal each fault.
+"""Poisoned memory, or the comparison with the reference, reveals the fault of each of these wrong plans.
 
 Omitted waits are tested in `test_nccl_races.py`, and bytes that arrive as late as possible in `test_exact_nccl.py`.
 """
@@ -22,7 +22,10 @@ TRIAL = Trial(tokens=32, causal=True, heads=(2, 1))
 
 
 def change_first_step(plan: Plan, change: Callable[[PlanStep], dict[str, Any] | None]) -> Plan:
-    """Return the plan with the new fields that `change` returns for a step, in the first step where it returns any."""
+    """Return the plan with one step changed.
+
+    `change` returns new fields for a step, or None. The first step for which it returns fields is changed.
+    """
     index, changes = next(
         (index, changes_of_step)
         for index, step in enumerate(plan.steps)
@@ -32,7 +35,7 @@ def change_first_step(plan: Plan, change: Callable[[PlanStep], dict[str, Any] | 
 
 
 def leave_out(kind: type) -> Callable[[Plan], Plan]:
-    """Return a function that leaves out the first operation of a kind in a plan."""
+    """Return a mutation of plans that leaves out the first operation of type `kind`."""
 
     def change(step: PlanStep) -> dict[str, Any] | None:
         items = [item for item in step.work if isinstance(item, kind)]
@@ -42,12 +45,15 @@ def leave_out(kind: type) -> Callable[[Plan], Plan]:
 
 
 def leave_out_zeros(whole: Plan) -> Plan:
-    """Leave rows of a relayed sum unset, although the rank adds nothing to them."""
+    """Return the plan without the zeroing of rows in its first relayed sum to which the rank adds nothing."""
     return change_first_step(whole, lambda step: {"zeros": ()} if step.zeros else None)
 
 
 def flip_overwrite(kind: type, overwrite: bool) -> Callable[[Plan], Plan]:
-    """Return a function that sets the flag of the first operation of a kind that has the opposite overwrite flag."""
+    """Return a mutation of plans that flips the flag `overwrite` of an operation.
+
+    The flag is set to the given value in the first operation of type `kind` that has the opposite value.
+    """
 
     def change(step: PlanStep) -> dict[str, Any] | None:
         index = next(
@@ -90,7 +96,7 @@ def leave_out_packs(whole: Plan) -> Plan:
 def test_a_broken_plan_gives_wrong_results(
     monkeypatch: pytest.MonkeyPatch, backward: bool, change: Callable[[Plan], Plan]
 ) -> None:
-    # Rank 3 of a zigzag has every kind of operation: it relays sums of dK/dV, and adds to a part of their rows.
+    # Rank 3 of a zigzag has every kind of operation: it relays sums of dK/dV, and adds only to some of their rows.
     def changed(problem: Any, route: Any, rank: int, back: bool) -> Plan:
         plan = plan_of(problem, route, rank, back)
         return change(plan) if rank == 3 and back == backward else plan

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: every rank raises, and the error lists live buffers and remedies."""
+"""If a rank runs out of memory, every rank raises, and the error lists live buffers and remedies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILURES = {
 
 
 class ShortEngine(PlainEngine):
-    """An engine that runs out of memory on rank 1, in the call that `failing_call` selects."""
+    """An engine that raises `error` on rank 1, in the call that `failing_call` (such as `AT_BEGIN`) selects."""
 
     def __init__(self, rank: int, failing_call: int, error: BaseException) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ShortEngine(PlainEngine):
 
 
 def errors_of_ranks(failing_call: int, error: BaseException) -> list[tuple[BaseException, bool]]:
-    """Return each rank's error, and whether its ring is closed afterwards."""
+    """Run forward and backward with `ShortEngine`. Return each rank's error and whether its ring is closed then."""
 
     def body(ring: Ring) -> tuple[BaseException, bool]:
         ring.engine = ShortEngine(ring.rank, failing_call, error)
@@ -152,7 +152,7 @@ def test_live_bytes_are_a_bound_of_every_placement(case: Case) -> None:
 
 
 def test_the_account_numbers_steps_as_the_schedule_does() -> None:
-    """Plans omit steps without work for their rank; the number of a step is its position in the schedule."""
+    """The error numbers steps as the schedule does, although a plan omits steps in which its rank does nothing."""
     plan = plan_of(simple("contiguous", 64, 4).problem, RING, 1, True)
     numbers = [step.number for step in plan.steps]
     assert numbers != list(range(len(numbers)))

@@ -1,4 +1,4 @@
-"""The arena: the places of slots, when it may grow, and what poison reveals."""
+"""The arena: the positions of buffers, when it may grow, and what poisoned memory reveals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def allocate_plain(nbytes: int) -> torch.Tensor:
 
 
 def allocate_skewed(nbytes: int) -> torch.Tensor:
-    """Allocate memory that starts at an odd address."""
+    """Return new memory that starts at an odd address."""
     return torch.empty(nbytes + 1, dtype=torch.uint8)[1:]
 
 
@@ -132,7 +132,7 @@ def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("allocate", [allocate_plain, allocate_skewed])
 @pytest.mark.parametrize("offset", [-1, 512, 1023, 1024])
 def test_a_write_outside_the_pass_is_noticed(allocate, offset: int) -> None:  # type: ignore[no-untyped-def]
-    """The write sets one byte before the arena, in the part that the pass did not request, or after the arena."""
+    """A write to a byte before or after the arena, or in the part that the pass did not request, raises an error."""
     allocations: list[torch.Tensor] = []
 
     def whole(nbytes: int) -> torch.Tensor:

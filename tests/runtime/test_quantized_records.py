@@ -1,4 +1,4 @@
-"""K and V in eight bits in a buffer: each value within its bound, relayed unchanged, restored before it is read."""
+"""K and V in eight bits have errors within the bound, are relayed unchanged, and are restored before they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each_code = pytest.mark.parametrize("code", EIGHT_BIT)
 
 
 def quantize_and_restore(x: Tensor, code: str) -> Tensor:
-    """Return x, (rows, batch, heads, dim), quantized and restored like K and V that another rank receives."""
+    """Return x (rows, batch, heads, dim), quantized to `code` and restored, as K and V that another rank receives."""
     values, scales = torch.empty(x.shape, dtype=TORCH_DTYPE[code]), torch.empty(x.shape[:3])
     quantize(x, values, scales)
     restore(values, scales, back := torch.full_like(x, 77.0))
@@ -37,7 +37,7 @@ def quantize_and_restore(x: Tensor, code: str) -> Tensor:
 
 
 def bound(x: Tensor, code: str) -> Tensor:
-    """Return the error bound of `ringattn.kernels.rows`; for half precision, plus the rounding to that dtype."""
+    """Return the error bound that `ringattn.kernels.rows` documents, plus the rounding to x's dtype if it is half."""
     wide, largest = x.double().abs(), x.double().abs().amax(-1, keepdim=True)
     step = (largest / LARGEST[code]).clamp_min(2.0**-126)
     limit = (step / 2).expand_as(wide) if code == "int8" else wide * 2.0**-4 + step * 2.0**-10
@@ -114,7 +114,7 @@ def test_relayed_records_are_unchanged(code: str) -> None:
 
 
 def change_step(whole: Plan, index: int, **changes: Any) -> Plan:
-    """Return the plan with one step changed."""
+    """Return the plan with `changes` to the fields of one step."""
     return replace(
         whole, steps=(*whole.steps[:index], whole.steps[index]._replace(**changes), *whole.steps[index + 1 :])
     )

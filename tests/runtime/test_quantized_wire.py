@@ -1,6 +1,6 @@
-"""Eight-bit K and V on the wire, end to end on threads: exact except for rounding, its effect, and the bytes saved.
+"""Attention with eight-bit K and V in messages is exact except for their rounding, whose effect and gain are as stated.
 
-Not covered: how values are rounded in a buffer (see test_quantized_records.py).
+The ranks are threads. Not covered: how values are rounded in a buffer (see test_quantized_records.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TRIALS = {
 
 
 def rounded_reference(trial: Trial, dtype: torch.dtype, code: str, layout: str, ranks: int) -> Results:
-    """Return the fuzzer's reference, in which queries read local K and V unrounded and remote K and V rounded."""
+    """Return the fuzzer's reference results if queries read local K and V unrounded, and remote K and V rounded."""
     trial_inputs = inputs(trial, dtype)
     leaves = {"dq": trial_inputs.q, "dk": trial_inputs.k, "dv": trial_inputs.v} | (
         {} if trial_inputs.sinks is None else {"dsinks": trial_inputs.sinks}
@@ -72,7 +72,7 @@ def rounded_reference(trial: Trial, dtype: torch.dtype, code: str, layout: str, 
 
 
 def owners(layout: str, length: int, ranks: int, documents: Sequence[int] | None) -> Tensor:
-    """Return the rank that owns each position."""
+    """Return a tensor with the rank that owns each position."""
     owner = torch.empty(length, dtype=torch.int64)
     for rank, rows in enumerate(shards(layout, length, ranks, documents)):
         owner[rows] = rank
@@ -80,7 +80,10 @@ def owners(layout: str, length: int, ranks: int, documents: Sequence[int] | None
 
 
 def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[str] = ()) -> list[Results]:
-    """Return float32 results of the schedules, which run one after another on one ring."""
+    """Run a trial in float32 with several schedules, one after another on one ring, and return their results.
+
+    `names`: the schedules, by default some that depend on the trial.
+    """
     names = names or share_in_turn(ranks + len(layout) + len(trial.documents or ()) + trial.tokens, 2)
     results = run_ranks(
         ranks, lambda ring: [on_rank(ring, trial, layout, name, torch.float32) for name in names],
@@ -160,7 +163,10 @@ def test_errors_equal_the_documented_ones(code: str) -> None:
 
 
 def counters_after_forward(code: Any, schedule: str, dims: tuple[int, int], **options: Any) -> list[dict[str, int]]:
-    """Return the counters of every rank after a forward pass in bf16: 24 tokens, 4 ranks, batch 2, three K/V heads."""
+    """Run a forward pass in bf16 with 24 tokens, 4 ranks, batch 2 and three K/V heads. Return each rank's counters.
+
+    `dims`: the head dimensions of keys and of values.
+    """
 
     def body(ring: Ring) -> dict[str, int]:
         seq = ring.sequence(24)

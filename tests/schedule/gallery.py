@@ -1,4 +1,4 @@
-"""Generate parts of docs/schedules.md: the bytes that each schedule sends, and its steps on 4 and 8 ranks.
+"""Generate parts of docs/schedules.md: the bytes that each schedule sends, and its steps on 4 and on 8 ranks.
 
 `python -m tests.schedule.gallery` writes these parts. In the formulas, P is the number of ranks. A double ring has N
 nodes of L ranks, and Ulysses x ring has N groups of L ranks. The other letters are bytes of one shard: M of keys and
@@ -28,7 +28,7 @@ SHARD = {Kind.KV: 1.0, Kind.DKV: 1.0, Kind.Q: 0.5, Kind.OUT: 0.5, Kind.GRAD_OUT:
 
 
 class Formulas(NamedTuple):
-    """Formulas of the mean bytes and messages that a rank sends."""
+    """Formulas for the bytes and messages that a rank sends on average. The module's docstring defines the letters."""
 
     forward_bytes: str
     forward_messages: str
@@ -37,7 +37,7 @@ class Formulas(NamedTuple):
 
 
 ALONG_THE_RING = Formulas("(P - 1) * M", "P - 1", "(P - 1) * (M + G)", "2 * (P - 1)")
-"""Formulas that hold whether blocks are relayed, sent directly, sent all at once, or sent in both directions."""
+"""The formulas of schedules in which every rank receives every block, relayed or from its owner."""
 
 FORMULAS = {
     "ring": ALONG_THE_RING,
@@ -122,12 +122,12 @@ def _counts(schedule: Schedule) -> list[str]:
 
 
 def heads_for(route: Route, ranks: int, heads: int) -> int:
-    """Return a number of heads for which Ulysses x ring has two groups; `heads` for other routes."""
+    """Return the number of heads for a grid: one for which Ulysses x ring has two groups; `heads` for other routes."""
     return ranks // 2 if route.by_head and route.parameter else heads
 
 
 def grids() -> str:
-    """Return the forward grids of each schedule on 4 and on 8 ranks."""
+    """Return the grids (steps by ranks) of each schedule's forward pass on 4 and on 8 ranks."""
     parts = []
     for name, route in ROUTES.items():
         parts.append(f"`{name}`")
@@ -140,7 +140,7 @@ def grids() -> str:
 
 
 def backwards() -> str:
-    """Return the backward grids of a ring with the prologues "split" and "kept"."""
+    """Return the grids of a ring's backward pass with the prologues "split" and "kept"."""
     problem = simple("contiguous", 16, 4).problem
     texts = (grid(schedule_of(problem, replace(RING, prologue=prologue), True)) for prologue in ("split", "kept"))
     return "\n\n".join(f"```text\n{text}\n```" for text in texts)
@@ -149,7 +149,7 @@ def backwards() -> str:
 def drawn(schedule: Schedule, short: bool) -> str:
     """Return the grid of a schedule as text.
 
-    With `short`, return only the column of rank 0 if all ranks do the same relative to their rank.
+    If `short`, and all ranks do the same relative to their own rank, return only the column of rank 0.
     """
     if not short or any(turned(schedule, by) != turned(schedule, 0) for by in range(1, schedule.problem.world_size)):
         return grid(schedule)
@@ -158,7 +158,7 @@ def drawn(schedule: Schedule, short: bool) -> str:
 
 
 def column(schedule: Schedule, rank: int) -> list[str]:
-    """Return a rank's column of the grid, with the step numbers."""
+    """Return the lines of a rank's column of the grid, with the step numbers."""
     rows = [(str(number), cell(step, rank)) for number, step in enumerate(schedule.steps) if step.copies or step.work]
     return [f"step  rank {rank}", f"----  {'-' * max(len(text) for _, text in rows)}",
             *(f"{number:<4}  {text}" for number, text in rows)]  # fmt: skip

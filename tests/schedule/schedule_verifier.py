@@ -1,7 +1,7 @@
-"""Verify that a schedule computes its problem: direction, coverage, presence, payload, sums.
+"""Verify that a schedule computes its problem: direction, coverage, presence, payload and sums (see `verify`).
 
-`verify` replays a global schedule on sets and raises `PlanError`, with the grid, at the first violation. It
-trusts only the tiles of the mask (`core.tiling`), not the code that made the schedule.
+`verify` replays the schedule of all ranks on sets of rows, and raises `PlanError`, with the grid, at the first
+violation. It trusts only the tiles of the mask (`core.tiling`), not the code that made the schedule.
 Not covered: memory (see `planner.place`), torch.
 """
 
@@ -76,13 +76,13 @@ def _check_coverage(schedule: Schedule, fail: Fail) -> None:
 
 
 def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
-    """Cut `piece` out of a tile in `count` that has the same queries and contains its keys.
+    """Find a tile in `count` with the queries of `piece` and more keys, and replace it by `piece` and the other keys.
 
-    Return whether `count` has such a tile.
+    Return whether there is such a tile.
     """
     for tile in +count:
-        # `whole` equals the piece if queries, band and heads are the same. `shared` then shows whether the tile has the
-        # positions of the piece's keys, and `pick` whether the rows at these positions are equal too.
+        # `whole` equals the piece if queries, band and heads are the same. `shared` shows whether the tile has the
+        # positions of the piece's keys, and `pick` whether the rows at these positions are the piece's rows.
         shared = tile.k.positions.intersect(piece.k.positions)
         whole = tile._replace(k=piece.k)
         if tile == piece or whole != piece or shared != piece.k.positions:
@@ -101,7 +101,7 @@ def _cut_out(count: Counter[Tile], piece: Tile) -> bool:
 
 
 def _single(parts: Iterable[HeadTiles]) -> Counter[Tile]:
-    """Count the tiles of single query heads, so that equal pairs give equal counts however heads are grouped."""
+    """Count tiles after splitting them by query head, so that the grouping of heads does not change the counts."""
     return Counter(tile for _, table in parts for tile in table.with_single_heads())
 
 
@@ -149,11 +149,12 @@ def _check_payload(schedule: Schedule, fail: Fail) -> None:
 def _check_sums(schedule: Schedule, fail: Fail) -> None:
     """Check the order of the operations on each partial sum.
 
-    All additions come first. Then the sum is sent in one copy, or in one copy per piece, and the receiver merges each
-    copy into its own sum. That sum is sent on in the same way until the owner has it. A sum that the owner itself
-    computes needs only a merge.
+    All additions to a sum come first. Then the sum is sent in one copy, or in one copy per piece, and the receiver
+    merges each copy into its own sum. The receiver's sum is sent on in the same way, until the owner has it. A sum that
+    the owner itself computes is only merged.
     """
-    # Rows that work has added to a sum; received sums that wait for their merge; rows of a sum that were sent.
+    # `added`: the rows of a sum to which work has added. `arrived`: received sums that must still be merged. `sent`:
+    # the rows of a sum that were sent.
     added: dict[Block, Content] = defaultdict(tuple)
     arrived: dict[RankBlock, Content] = {}
     sent: dict[Block, Content] = {}
@@ -190,7 +191,7 @@ def _check_sums(schedule: Schedule, fail: Fail) -> None:
                     fail(index, item.rank, f"adds to {into} after it was sent")
                 added[into] = union((added[into], rows))
         arrived |= incoming
-    # Nothing may be left over: no received sum without a merge, and no sum for another rank that is never sent.
+    # At the end, every received sum must have been merged, and every sum for another rank must have been sent.
     for (rank, block), _ in arrived.items():
         fail(-1, rank, f"{block} arrived and was never merged")
     for block, rows in added.items():

@@ -1,4 +1,4 @@
-"""Bytes and messages of plans against closed formulas."""
+"""The bytes and messages of plans equal those of the formulas in docs/schedules.md, and of others for masks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_any_grid_sends_what_the_formula_says(name: str, ranks: int, inner: int)
 @pytest.mark.parametrize("route", [RING, ALL_GATHER, DIRECT], ids=lambda route: route.name)
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 20])
 def test_a_window_sends_the_rows_before_the_shard(route: Route, window: int) -> None:
-    """A window has W keys including the query's, so W - 1 rows before the shard are sent, or all if there are fewer."""
+    """With a window of W keys, each rank receives the W - 1 rows before its shard, or all rows if there are fewer."""
     ranks, rows = 5, 8
     problem = simple("contiguous", ranks * rows, ranks, window=(window - 1, 0)).problem
     row = quantities(problem, 1)["M"] // rows
@@ -80,5 +80,6 @@ def test_a_causal_mask_over_contiguous_shards_sends_half(route: Route) -> None:
     forward, backward = (
         sum(plan_of(problem, route, rank, back).bytes_sent for rank in range(ranks)) for back in (False, True)
     )
-    # Every rank that relays a block also reads it. (In the bidirectional ring, some ranks only relay.)
+    # In these schedules, every rank that relays a block also reads it. In the bidirectional ring, some ranks only
+    # relay.
     assert (forward, backward) == (shards * letters["M"], shards * (letters["M"] + letters["G"]))

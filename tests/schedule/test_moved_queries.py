@@ -1,4 +1,4 @@
-"""Schedules that move queries: the rows sent, that every pair is computed once, and the bytes."""
+"""Schedules that send queries send the right rows and bytes, and compute every pair of query and key once."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from tests.strategies import Case, geometric, simple
 
 
 def received_work(case: Case, backward: bool) -> list[Attend | AttendGrad]:
-    """Return all work on received queries."""
+    """Return all work of Ulysses on received queries."""
     steps = schedule_of(case.problem, ULYSSES, backward).steps
     return [item for step in steps for item in step.work if not isinstance(item, Merge) and is_on_received(item)]
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_the_worked_example(wire: str | None) -> None:
-    """A branch with m members sends the rows of Q, K, V and out of a head in (m - 1) of m cases.
+    """Ulysses sends the bytes that are computed by hand for a dilated example.
 
-    The three branches send 2048 + 1536 + 896 rows for each head and rank on average.
+    In a branch whose segments are on m ranks, a fraction (m - 1) / m of the rows of Q, K, V and out is sent. For the
+    three branches these are 2048 + 1536 + 896 rows for each head and rank on average, over the four tensors.
     """
     problem = replace(geometric(), out_wire_dtype=wire)
     sent = [plan_of(problem, ULYSSES, rank, False).bytes_sent for rank in range(8)]
@@ -45,9 +46,9 @@ def test_the_worked_example(wire: str | None) -> None:
     assert sum(sent) == 8 * (tensors * 3 // 4 * 64 * 2 + tensors // 4 * out)
 
     def rank_bytes(longest: int) -> int:
-        """Return the bytes that a rank sends: Q, K and V for remote heads, and outputs of the heads that it owns.
+        """Return the bytes that a rank sends: Q, K and V of the heads that others own, and outputs of its own heads.
 
-        `longest`: the number of heads that it owns in the longest branch.
+        `longest`: the number of heads that the rank owns in the longest branch.
         """
         branches = ((1024, 2, 6), (512, 4, 3), (256, 8, longest))  # rows, members, owned heads
         return sum(rows * (3 * (12 - owned) * 128 + owned * (members - 1) * out) for rows, members, owned in branches)
@@ -75,13 +76,16 @@ class Recording(PlainEngine):
         self.heads: list[tuple[int, bool]] = []
 
     def prepare(self, *args: Any, more: bool = False, **others: Any) -> Any:
-        """Record the number of query heads, and whether other calls add to the output; then prepare as usual."""
+        """Record the number of query heads and `more`, then prepare as usual. See `Engine.prepare`."""
         self.heads.append((args[3], more))
         return super().prepare(*args, more=more, **others)
 
 
 def test_engines_learn_which_outputs_are_partial() -> None:
-    """Outputs and dQ keep the accumulator dtype if other calls add to them, or if they are returned to their owners."""
+    """An engine learns (by `more`) which out and dQ must keep the accumulator dtype.
+
+    These are the ones to which other work adds, or which are returned to their owners.
+    """
     prepared: dict[str, Any] = {}
 
     def body(ring: Ring) -> None:
@@ -114,7 +118,7 @@ def test_received_work_is_a_word_in_the_grid() -> None:
 
 
 GRIDS = [(4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
-"""Number of ranks, and ranks of a group."""
+"""Pairs of the number of ranks and the number of ranks in a group."""
 
 
 @pytest.mark.parametrize(("ranks", "group"), GRIDS)
@@ -135,12 +139,12 @@ def test_only_keys_of_a_ranks_heads_cross_between_groups(ranks: int, group: int)
 
 
 def received(plan: Plan) -> list[AttendReceivedOp]:
-    """Return all work on received queries."""
+    """Return all work of the plan on received queries."""
     return [item for step in plan.steps for item in step.work if isinstance(item, AttendReceivedOp)]
 
 
 def with_result(plan: Plan, index: int, result: int) -> Plan:
-    """Return the plan with the buffer `result` for the result of operation `index` on received queries."""
+    """Return the plan in which operation `index` on received queries writes its result to the buffer `result`."""
     changed = {id(received(plan)[index]): received(plan)[index]._replace(result=result)}
     steps = (step._replace(work=tuple(changed.get(id(item), item) for item in step.work)) for step in plan.steps)
     return replace(plan, steps=tuple(steps))
@@ -198,8 +202,8 @@ def test_balanced_takes_half_the_steps_of_a_causal_ring(ranks: int) -> None:
     for backward in (False, True):
         work = [step for step in pairs(schedule_of(problem, BALANCED, backward)) if any(step)]
         assert len(work) == ranks // 2 + 1
-        # Every rank has a triangle in the first step and a whole block in each later step. With an even number of
-        # ranks, half of the ranks work in the last step.
+        # Every rank computes a triangle in the first step, and a whole block in each later step. With an even number of
+        # ranks, only half of the ranks work in the last step.
         assert work[0] == [36] * ranks
         assert all(step == [64] * ranks for step in work[1 : (ranks + 1) // 2])
         assert ranks % 2 or sorted(work[-1]) == [0] * (ranks // 2) + [64] * (ranks // 2)

@@ -1,4 +1,4 @@
-"""Mutation tests: sound schedules with one fault each, and the message with which `verify` must refuse each of them."""
+"""Mutation tests: `verify` refuses each of these schedules with one fault, with the message that names the fault."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NOT_RECEIVED = r"merges DK?[QV]\d@\d\S*, which was not received"
 
 
 def sound(route: str, backward: bool, case: Any = CASE) -> Schedule:
-    """Return a verified schedule to mutate."""
+    """Return a correct schedule, to be mutated."""
     whole = schedule_of(case.problem, ROUTES[route], backward)
     verify(whole)
     return whole
 
 
 def with_step(whole: Schedule, index: int, **changes: Any) -> Schedule:
-    """Return the schedule with one step changed."""
+    """Return the schedule with `changes` to the fields of one step."""
     return replace(
         whole, steps=(*whole.steps[:index], whole.steps[index]._replace(**changes), *whole.steps[index + 1 :])
     )
@@ -46,12 +46,12 @@ def first(whole: Schedule, matches: Callable[[Step], object]) -> int:
 
 
 def with_work(whole: Schedule, index: int, item: Any, *instead: Any) -> Schedule:
-    """Return the schedule with an item of a step's work replaced."""
+    """Return the schedule with the work item `item` of a step replaced by the items `instead`."""
     return with_step(whole, index, work=(*(work for work in whole.steps[index].work if work is not item), *instead))
 
 
 def with_tiles(change: Callable[[list], list]) -> Callable[[Schedule], Schedule]:
-    """Return a mutation that changes the tiles of the first work item with several tiles."""
+    """Return a mutation that applies `change` to the tiles of the first work item that has several tiles."""
 
     def changed(whole: Schedule) -> Schedule:
         index, item = next((index, item) for index, step in enumerate(whole.steps) for item in step.work
@@ -63,7 +63,7 @@ def with_tiles(change: Callable[[list], list]) -> Callable[[Schedule], Schedule]
 
 
 def with_copy(kind: Kind, change: Callable[[Copy], Copy | None]) -> Callable[[Schedule], Schedule]:
-    """Return a mutation that changes the first copy of a kind, or drops it if `change` returns None."""
+    """Return a mutation that replaces the first copy of a kind by `change(copy)`, or drops it if that is None."""
 
     def changed(whole: Schedule) -> Schedule:
         index, target = first_copy(whole, kind)
@@ -97,12 +97,12 @@ def row_before(copy: Copy) -> Copy:
 
 
 def sent_again(whole: Schedule) -> Schedule:
-    """Send the first copy of keys again in the last step."""
+    """Return the schedule that sends the first copy of keys again in the last step."""
     return with_step(whole, len(whole.steps) - 1, copies=(first_copy(whole, Kind.KV)[1],))
 
 
 def read_at_once(whole: Schedule) -> Schedule:
-    """Move work into the step whose copies deliver its keys."""
+    """Return the schedule in which some work is in the step whose copies deliver its keys, which is too early."""
     start, _ = first_copy(whole, Kind.KV)
     arriving = {(copy.dst, copy.block.owner) for copy in whole.steps[start].copies}
     after, item = next((after, item) for after, step in enumerate(whole.steps) if after > start for item in step.work
@@ -111,7 +111,7 @@ def read_at_once(whole: Schedule) -> Schedule:
 
 
 def merging(change: Callable[[Schedule, int, Merge], Schedule]) -> Callable[[Schedule], Schedule]:
-    """Return a mutation that changes the first merge of a received sum."""
+    """Return a mutation that calls `change` with the first merge of a received sum, and the index of its step."""
 
     def changed(whole: Schedule) -> Schedule:
         index, merge = next((index, item) for index, step in enumerate(whole.steps) for item in step.work
@@ -122,7 +122,7 @@ def merging(change: Callable[[Schedule, int, Merge], Schedule]) -> Callable[[Sch
 
 
 def lost_sum(whole: Schedule) -> Schedule:
-    """Drop the first copy of a sum and also its merge."""
+    """Return the schedule without the first copy of a sum and without its merge."""
     _, copy = first_copy(whole, Kind.DKV)
     unsent = with_copy(Kind.DKV, lambda _: None)(whole)
     index, merge = next((index, item) for index, step in enumerate(unsent.steps) for item in step.work
@@ -131,7 +131,10 @@ def lost_sum(whole: Schedule) -> Schedule:
 
 
 def added_late(whole: Schedule) -> Schedule:
-    """Split work whose two tiles add to the same rows, so that the second tile is added after the sum was sent."""
+    """Return the schedule in which work is split into its two tiles, and the second is added after the sum was sent.
+
+    Both tiles add to the same rows.
+    """
 
     def halves(item: AttendGrad) -> list[AttendGrad]:
         (part,) = item.tiles

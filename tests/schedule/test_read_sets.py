@@ -1,4 +1,4 @@
-"""Read sets of single readers, and unions of them, against brute force."""
+"""The rows that each rank reads, and unions of them, agree with brute force."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_keys_of_another_sequence_are_read_by_the_stride_of_the_queries() -> Non
     layout, kv_layout = make_layout("striped", 5, 2), make_layout("contiguous", 13, 2)
     mask = make_mask(5, 13, causal=True, window=(2, 0))
     needs = ReadSets(Problem(layout, kv_layout, mask, 1, 4, 1, 8, 4, "bfloat16"))
-    # Rank 0 has the queries 0, 2 and 4, rank 1 has 1 and 3; rank 0 owns all of these keys.
+    # Rank 0 has the queries 0, 2 and 4, and rank 1 has 1 and 3. Rank 0 owns all keys that they read.
     for reader, rows in enumerate((("0,2,4", "1,3"), ("1,3", "0,2"))):
         (part,) = needs.read(0, reader)
         assert sorted(row for run in part.rows for row in run.members()) == list(range(5 - reader))
@@ -100,7 +100,7 @@ def test_keys_of_another_sequence_are_read_by_the_stride_of_the_queries() -> Non
 
 
 def rows_sent(case: Case) -> tuple[int, int]:
-    """Return the rows sent (relayed, direct), by brute force."""
+    """Return the rows that are sent if blocks are relayed, and if they are sent directly, by brute force."""
     spread = [(owner, distance) for owner in range(case.ranks) for distance in range(1, case.ranks)]
     relayed = sum(len(case.reads_beyond(owner, distance)) for owner, distance in spread)
     return relayed, sum(len(case.reads(owner, (owner + distance) % case.ranks)) for owner, distance in spread)
@@ -123,7 +123,7 @@ def test_totals_are_exact_if_reads_have_no_gaps(case: Case) -> None:
         (simple("contiguous", 64, 4, causal=True), "ring"),
         (simple("zigzag", 64, 4, causal=True), "ring"),
         (simple("contiguous", 64, 4, window=(5, 0)), "ring"),
-        # Relays would carry the rows of the farthest reader past all other ranks.
+        # Relaying would carry the rows of the farthest reader past all other ranks.
         (simple("contiguous", 64, 4, window=(0, 20)), "direct"),
         (simple("zigzag", 64, 8, window=(3, 0)), "direct"),
         (simple("zigzag", 1, 1), "ring"),

@@ -1,4 +1,4 @@
-"""Double and bidirectional rings: the messages between nodes, their number, and their steps."""
+"""Double, bidirectional and sub-rings send the right messages, in the right numbers and steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.schedules import DOUBLE_RING, RING, SUB_RINGS, ULYSSES_RING
 from tests.strategies import Case, cases, covering, geometric, simple, spots, wire_order
 
 INNER = [(4, 2), (6, 2), (6, 3), (6, 1), (6, 6), (8, 4)]
-"""Number of ranks, and ranks of an inner ring."""
+"""Pairs of the number of ranks and the number of ranks in an inner ring."""
 
 
 def crossings(schedule: Schedule, inner: int, kinds: tuple[Kind, ...]) -> list[tuple[int, Copy]]:
-    """Return the copies between nodes of `inner` ranks, with the index of their step."""
+    """Return (index of the step, copy) for the copies of these kinds between nodes of `inner` ranks."""
     return [
         (index, copy) for index, step in enumerate(schedule.steps) for copy in step.copies
         if copy.block.kind in kinds and copy.src // inner != copy.dst // inner
@@ -62,7 +62,8 @@ def test_each_block_crosses_to_each_node_once(ranks: int, inner: int) -> None:
             rows = Counter()
             for _, copy in crossings(schedule, inner, (kind,)):
                 rows[copy.block.owner, copy.dst // inner] += size(copy.content)
-            # dK/dV return along the chain of nodes, from the last node to the owner's. So they reach all but the last.
+            # dK/dV return along the chain of nodes, from the last node to the owner's. So they reach all nodes but the
+            # last.
             skipped = {owner: (owner // inner - (kind is Kind.DKV)) % nodes for owner in range(ranks)}
             every = [(owner, node) for owner in range(ranks) for node in range(nodes) if node != skipped[owner]]
             assert rows == dict.fromkeys(every, 24)
@@ -118,7 +119,7 @@ def test_pieces_follow_one_another_in_wire_order(case: Case, pieces: int) -> Non
 
 
 def arriving(route: Route) -> list[tuple[int, int]]:
-    """Return the first element and the number of elements of each message from rank 2 in a plan of rank 0."""
+    """Return (first element in the buffer, number of elements) of each message from rank 2 in a plan of rank 0."""
     plan = plan_of(simple("contiguous", 100, 4).problem, route, 0, False)
     return [(recv.first, recv.elements) for step in plan.steps for recv in step.recvs if recv.peer == 2]
 
@@ -185,9 +186,11 @@ def test_a_relay_carries_what_later_members_read(case: Case) -> None:
 @pytest.mark.parametrize(
     ("schedule", "rows"),
     [
-        # The m_i - 1 other members of the branch's ring send n / r_i rows each: 1024 + 3 * 512 + 7 * 256.
+        # Branch i has rings of m_i ranks and the dilation rate r_i, and a shard has n rows. The m_i - 1 other ranks of
+        # the ring send n / r_i rows each: 1024 + 3 * 512 + 7 * 256.
         ("sub_rings", 4352),
-        # Nested rows are sent once: the ranks that a branch adds to the previous one send (m_i - m_(i-1)) n / r_i.
+        # Rows that several branches read are sent once: the ranks that a branch adds to the previous one send
+        # (m_i - m_(i-1)) n / r_i rows.
         ("direct", 3072),
         ("all_gather", 3072),
         # Rows are relayed past ranks that do not read them.
@@ -195,7 +198,7 @@ def test_a_relay_carries_what_later_members_read(case: Case) -> None:
     ],
 )
 def test_the_worked_example(schedule: str, rows: int) -> None:
-    """Every rank sends `rows` rows of K and V for each head, and in backward up to three times the bytes (float32)."""
+    """Every rank sends `rows` rows of K and V for each head in forward, and at most three times as much in backward."""
     problem = geometric()
     for rank in (0, 3, 7):
         forward, back = (plan_of(problem, ROUTES[schedule], rank, backward) for backward in (False, True))
@@ -205,7 +208,7 @@ def test_the_worked_example(schedule: str, rows: int) -> None:
 
 
 def test_documents_have_separate_rings() -> None:
-    """With two documents on the halves of four ranks, no message is sent between the halves."""
+    """If each of two documents is on two of four ranks, no message is sent between the pairs of ranks."""
     case = simple("contiguous", 64, 4, (0, 32, 64))
     schedule = schedule_of(case.problem, SUB_RINGS, False)
     edges = {(copy.src, copy.dst) for step in schedule.steps for copy in step.copies}

@@ -1,4 +1,4 @@
-"""Schedules against brute force: the messages, their steps, and that rows are present when they are read."""
+"""Schedules agree with brute force in their messages and steps, and rows are present when they are read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.strategies import Case, Spots, covering, simple, spots
 
 GOLDEN = Path(__file__).parent / "golden"
 Traffic = dict[tuple[int, int, int, int], Spots]
-"""The rows sent, by (step, owner, src, dst)."""
+"""The rows that are sent, by (step, owner, src, dst)."""
 
 each_schedule = pytest.mark.parametrize("route", schedule_params(**ROUTES))
 WHOLE = [RING, ALL_GATHER, DIRECT]
@@ -48,7 +48,7 @@ each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route i
 
 
 def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
-    """Return the rows of all copies of one kind, by step, owner, sender and receiver."""
+    """Return the rows of all copies of one kind in a schedule."""
     return {
         (index, copy.block.owner, copy.src, copy.dst): spots(copy.content)
         for index, step in enumerate(schedule.steps)
@@ -58,7 +58,7 @@ def traffic(schedule: Schedule, kind: Kind = Kind.KV) -> Traffic:
 
 
 def expected(case: Case, route: str) -> Traffic:
-    """Return the messages that the forward pass of a route must send, by step."""
+    """Return the messages of K/V that the forward pass of a route must send, by brute force."""
     messages = {}
     for owner in range(case.ranks):
         for distance in range(1, case.ranks):
@@ -87,7 +87,7 @@ def test_both_passes_are_verified(route: Route, case: Case) -> None:
 @each_schedule
 @covering
 def test_the_part_of_a_rank_is_its_part_of_the_whole_schedule(route: Route, case: Case) -> None:
-    # A message is in the parts of its sender and of its receiver, and the two must agree.
+    # A message is in the part of its sender and in that of its receiver. Both parts must agree.
     for backward in (False, True):
         whole_schedule = schedule_of(case.problem, route, backward)
         for rank in range(case.ranks):
@@ -105,7 +105,7 @@ def by_rows(schedule: Schedule) -> list[tuple]:
 
 
 def unpruned(schedule: Schedule) -> Schedule:
-    """Return the same schedule with whole shards in every message of keys."""
+    """Return the schedule with whole shards in every message of K and V, including rows that no rank reads."""
     problem = schedule.problem
     heads = [part.kv_heads for part in problem.parts]
 
@@ -128,13 +128,13 @@ def test_prune_does_not_change_schedules_made_by_rank(route: Route, case: Case) 
     before = hash(schedule.steps)
     assert len(schedule.steps) == route.steps(case.ranks)
     assert by_rows(prune(schedule)) == by_rows(schedule) and hash(schedule.steps) == before
-    # Blocks in pieces, or by head, cannot be widened to whole shards.
+    # Blocks that are sent in pieces, or by head, cannot be widened to whole shards.
     if not (route.parameter or route.moves_queries):
         assert by_rows(prune(unpruned(schedule))) == by_rows(schedule)
 
 
 def test_prune_keeps_the_rows_of_both_branches_of_a_fork() -> None:
-    # Rank 1 does not read KV0. It relays KV0 to rank 2, and here also to rank 3, which rank 2 does in a ring.
+    # Rank 1 does not read KV0. It relays KV0 to rank 2, and here also to rank 3; in a ring, rank 2 would relay it.
     case = simple("striped", 7, 4, (0, 3, 5, 7))
     steps = list(unpruned(schedule_of(case.problem, RING, False)).steps)
     turned = next(copy for copy in steps[2].copies if copy.block.owner == 0)
@@ -183,7 +183,8 @@ ALONE = [name for name in ROUTES if name not in IN_ALL]
 @pytest.mark.parametrize("route", [RING, DIRECT, ALL_GATHER, BIDIRECTIONAL], ids=lambda route: route.name)
 @covering
 def test_deliveries_of_ranks_equal_those_of_the_whole_forward_schedule(route: Route, case: Case) -> None:
-    # `transpose` finds the chains of a whole schedule and compares their costs; a rank derives them from the reads.
+    # `transpose` finds the chains of relays in the whole schedule, and compares their costs. A rank derives them from
+    # the read sets.
     forward, back = (schedule_of(case.problem, route, backward) for backward in (False, True))
     assert by_rows(transpose(forward, deliveries_of(forward))) == by_rows(back)
 
@@ -251,7 +252,7 @@ def test_prologues_are_verified_placed_and_equal_on_each_rank(route: Route, case
 
 
 def idle(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return (step, rank) in which a rank with local work waits for its first block without work."""
+    """Return the (step, rank) pairs in which a rank that has local work waits for its first block without work."""
     idle_steps, begun = [], set()
     for index, step in enumerate(schedule.steps):
         busy = {item.rank for item in step.work if not isinstance(item, Merge)}
@@ -344,7 +345,7 @@ def test_unknown_names_are_refused(name: Any) -> None:
 
 @pytest.fixture
 def far_first() -> Iterator[str]:
-    """Register the schedule of CONTRIBUTING.md for one test."""
+    """Register the example schedule of CONTRIBUTING.md for one test, and return its name."""
     before = dict(ROUTES)
     names = example("FarFirst")
     assert list(ROUTES) == [*before, "far_first"]
