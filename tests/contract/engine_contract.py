@@ -1,5 +1,4 @@
-"""The contract of every engine, as tests. A test module subclasses `EngineContract` and returns the engine from
-`engine`.
+"""The contract of every engine, as tests. A test subclasses `EngineContract` and returns its engine from `engine`.
 
 Out, lse, dq, dk and dv are compared with the dense float64 reference in scenarios of several attend calls. Nothing
 outside the tiles may be read (it contains NaN) or written (it is compared bit for bit). The same call gives the same

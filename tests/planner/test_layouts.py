@@ -57,10 +57,11 @@ def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
 
 
 def test_on_unknown_machines_auto_fetches_all_rows_at_once_if_a_rank_can_hold_them() -> None:
-    """Without constants of the machines, auto chooses all-gather if a rank can hold all the rows that it needs.
+    """Without constants of the machines, auto chooses all-gather for documents that are placed for it.
 
-    It can for these calls, except for LONG with one query head. There, with equal head counts, K and V are half of q,
-    k, v and out, and three times as large with their float32 gradients.
+    But a rank must be able to hold all the rows that it needs. It can for these calls, except for LONG with one query
+    head. There, with equal head counts, K and V are half of q, k, v and out, and three times as large with their
+    float32 gradients.
     """
     for cuts, heads in ((SHORT, 1), (LONG, 8)):
         at_once = problem_of(cuts, 4, True, heads)

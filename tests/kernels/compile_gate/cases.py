@@ -1,5 +1,4 @@
-"""The cases of the compile gate: one for each entry of the block-size tables, compiled by the library's launch
-functions.
+"""The cases of the compile gate: each entry of the block-size tables, compiled by the library's launch functions.
 
 Guarantees: a case is a name such as `sm_90/half/128/descriptors/forward`, followed by a variant of the call if there is
 one. `call_of` returns the launch of a case with small tensors on the CPU. If the name has no variant, the call has the
@@ -34,7 +33,7 @@ def arch_of(name: str) -> int:
 
 
 def _entries() -> list[str]:
-    """Return a case for each kernel and each entry of the tables that has a form of its own for this kernel."""
+    """Return the cases of all kernels for each entry of the tables, without entries that use another form instead."""
     names = []
     for arch in ARCHITECTURES:
         for precision, dtype in DTYPES.items():

@@ -1,4 +1,4 @@
-"""The instruction counts of the kernels' inner loops, in tables from which a changed kernel must not differ.
+"""The instruction counts of the kernels' inner loops, in tables from which a kernel may differ only by a margin.
 
 There is a table `golden_loops/KIND-VERSION.json` for each kind of kernels (attention, rows) and each tested version of
 Triton. A documentation page shows the tables of the version that GPU machines have. `compiling renew` and `row_cases

@@ -126,8 +126,10 @@ class Call:
         return restore_call(*self._eight_bits(), self._rows())
 
     def _finish(self) -> Finish:
-        """Return the epilogue's parameters. Its outputs are K and V, adjacent in a message's records, if the case has
-        the option "two"; otherwise one tensor with all heads of a token in a row.
+        """Return what the epilogue does: where it writes, and the norm and rotation that it applies.
+
+        With the option "two", it writes to K and V, which are adjacent in a message's records; otherwise to one tensor
+        that has all heads of a token in a row.
         """
         record = torch.zeros(1, self.tokens, self.heads, 2 * self.dim, dtype=self.dtype)
         k, v = record.split(self.dim, 3)

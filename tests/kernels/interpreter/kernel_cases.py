@@ -80,8 +80,9 @@ def config_of(form: str, block_m: int = 32, block_n: int = 16) -> Config:
 
 
 def run_forward(inputs: Inputs, state: State, form: str, flags: int, **options: Any) -> None:
-    """Run a forward launch with the same flags for every block. `options`: `config`, `table`, `keys` (ranges of keys
-    instead of all), and keywords of `forward`.
+    """Run a forward launch with the same flags for every block.
+
+    `options`: `config`, `table`, `keys` (some ranges of keys instead of all), and keywords of `forward`.
     """
     config = options.pop("config", config_of(form))
     pairs = inputs.pairs._replace(keys=options.pop("keys", inputs.pairs.keys))

@@ -32,8 +32,9 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A mask: query i is at the position `position` + i * `apart`, and attends to the keys at its position and at most
-    `most` positions before it.
+    """Ranges of keys, and a mask. Query i is at the position `position` + i * `apart`.
+
+    It attends to the keys at its own position and up to `most` positions before it.
     """
 
     keys: tuple[Keys, ...]
@@ -81,9 +82,7 @@ def by_query(pairs: Pairs, config: Config, flags: int = 0) -> Table:
 
 
 def by_key(pairs: Pairs, config: Config, flags: int = 0) -> Table:
-    """Return a table of key blocks, each within one range of keys, with all K/V heads and the query heads of their
-    groups.
-    """
+    """Return a table of key blocks, each within one range of keys, with all K/V heads and their query heads."""
     blocks, entries = [], []
     for keys in pairs.keys:
         for first in range(0, keys.rows, config.block_n):

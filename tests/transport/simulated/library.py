@@ -22,10 +22,10 @@ from tests.transport.simulated.world import SimWorld
 
 
 class Checks:
-    """The rules of NCCL that are checked in the process of `rank`. `last_refusal`: the message of the last refused
-    call.
+    """The rules of NCCL that are checked in the process of `rank`.
 
-    The "end" of a communicator is the part that belongs to one rank; `handle` is the number by which the rank names it.
+    `last_refusal`: the message of the last refused call. The "end" of a communicator is the part that belongs to one
+    rank; `handle` is the number by which the rank names it.
 
     The caller must hold the world's lock, except for `enter`, `capability` and `config`.
     """
