@@ -187,7 +187,10 @@ def _rows_of_blocks(by_key: Blocks, first_head: int, like: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_steps_of_the_contract(name: str) -> None:
-    """The scenarios have masks, strides, incomplete blocks, grouped heads, several entries per block, several steps."""
+    """The kernels give the reference's gradients for the engine contract's scenarios.
+
+    They have masks, strides, incomplete blocks, grouped heads, several entries per block, and several steps.
+    """
     backward = GradPass(PLAIN[name], 1)
     backward.run(Random(name))
     backward.check()
@@ -323,7 +326,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_simulation_detects_a_wrong_kernel(name: str) -> None:
-    """Among a few scenarios, one makes each wrong kernel raise a fault or differ from the reference."""
+    """For each wrong kernel, one of a few scenarios raises a fault or differs from the reference."""
     old, new = WRONG[name]
     assert any(old in source_of(module) for module in SOURCES)
     for seed, scenario in enumerate(TELLING * 3):

@@ -30,12 +30,12 @@ TOKENS = 37
 
 
 def both_passes(ring: Ring, schedule: str = "auto") -> None:
-    """Run one small attention call, forward and backward."""
+    """Run the forward and the backward pass of a small attention call."""
     forward(ring, schedule).sum().backward()
 
 
 def forward(ring: Ring, schedule: str = "auto") -> torch.Tensor:
-    """Run one small attention call forward, and return its output, which is ready for backward."""
+    """Run the forward pass of a small attention call. Return its output, from which backward can be called."""
     seq = ring.sequence(TOKENS, layout="zigzag")
     q, k, v = (torch.ones(1, seq.counts[ring.rank], heads, 8).requires_grad_() for heads in (4, 4, 4))
     return ring.attention(q, k, v, seq, causal=True, schedule=schedule)

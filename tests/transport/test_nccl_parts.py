@@ -162,7 +162,10 @@ def test_bad_options_are_refused() -> None:
     ],
 )
 def test_the_margin_is_the_limit_of_thread_blocks_too(options: NcclOptions, config: CommConfig) -> None:
-    """By default NCCL uses clusters of four on Hopper, which do not fit a margin of a few multiprocessors."""
+    """The margin of multiprocessors is also the limit of NCCL's thread blocks, which are not in clusters.
+
+    By default NCCL uses clusters of four on Hopper, which do not fit a margin of a few multiprocessors.
+    """
     assert config_of(options, frozenset(Capability)) == config
     assert options.margin == (config.max_ctas or 0)
 

@@ -145,7 +145,7 @@ def ended(gpu: SimGpu, kinds: Iterable[str]) -> dict[str, int]:
 
 
 def kept_by_the_caller(rank: int, world_size: int) -> list[dict[str, int]]:
-    """Abort while the caller keeps a view of the memory. Return the driver's leftovers before and after its drop."""
+    """Abort while the caller keeps a view of the memory. Return the leftovers before and after the view is dropped."""
     gpu = SimGpu()
     ring = meet_peer(rank, world_size, gpu=gpu)
     room = ring.allocate(1 << 16)

@@ -377,7 +377,7 @@ class Stub:
         self._library.stub_version(version)
 
     def fail(self, code: int) -> None:
-        """Let the next call that is able to fail return `code`."""
+        """Let the next call of a function that can fail return the error `code`."""
         self._library.stub_fail(code)
 
 

@@ -36,7 +36,7 @@ from tests.transport.threads import on_each_rank
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Simulate a machine of four GPUs; return the indices that were opened."""
+    """Simulate a machine with four GPUs. Return a list to which the index of each opened GPU is appended."""
     world, opened = SimWorld(1), []
 
     def device(index: int) -> SimDevice:

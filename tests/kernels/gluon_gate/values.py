@@ -32,7 +32,7 @@ class Value(np.ndarray):
 
 
 def value(x: Any, dtype: Any = None) -> Value:
-    """Convert to a `Value`: by default, integers are int32 and floats float32."""
+    """Return `x` as a `Value`. By default, a Python int becomes int32, and a float float32."""
     if dtype is None and isinstance(x, int | float) and not isinstance(x, bool):
         dtype = np.float32 if isinstance(x, float) else np.int32
     return np.asarray(x, dtype).view(Value)

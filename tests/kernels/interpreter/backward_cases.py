@@ -1,6 +1,7 @@
 """Backward kernels, run launch by launch in Triton's interpreter, agree with dense attention in float64.
 
-pytest collects the file only by its name, as for kernel_cases.py.
+pytest collects the file only by its name, as for kernel_cases.py. A block with the flag FIRST is the first update of
+its rows in a pass, and one with LAST is the last.
 """
 
 from __future__ import annotations
@@ -118,9 +119,9 @@ def test_neither_the_grid_nor_the_order_changes_a_bit(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("form", ["pointers", "descriptors"])
 def test_dq_follows_the_flags_of_its_blocks(form: str) -> None:
-    """A FIRST launch on NaN and then a LAST launch give the same bits as two launches without flags that start at 0.
+    """Launches with FIRST (on NaN) and then LAST give the same bits as two launches without flags that start at 0.
 
-    Each of the two launches has half of the ranges of keys. A single launch that is FIRST and LAST is right as well.
+    Each of the two launches has half of the ranges of keys. A single launch with both flags is right as well.
     """
     inputs, config = Inputs(MANY, torch.float16), config_of(form)
     plain, flagged, once = grads_of(inputs), grads_of(inputs, fill=NAN), grads_of(inputs, fill=NAN)
@@ -156,9 +157,10 @@ def key_grads_of(inputs: Inputs, fill: float = NAN) -> KeyGrads:
 
 @pytest.mark.parametrize(("form", "fused"), [("pointers", True), ("descriptors", False)])
 def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> None:
-    """A FIRST launch overwrites the sums, which may be NaN. A LAST launch writes the results and not the sums.
+    """A launch with the flag FIRST overwrites the sums, which may be NaN. One with LAST writes the results, not the
+    sums.
 
-    A launch that is FIRST and LAST needs no sums and gives the same bits.
+    A launch with both flags needs no sums, and gives the same bits.
     """
     runs, config = MANY._replace(keys=MANY.keys[1:3]), config_of(form)
     inputs = Inputs(runs, torch.float16)
@@ -193,7 +195,10 @@ def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> N
 
 
 def test_key_blocks_without_an_entry_follow_their_flags() -> None:
-    """A FIRST block sets its sums to 0, a LAST block converts its sums to the result, and with both the result is 0."""
+    """A key block without an entry sets its sums to 0 if it is FIRST, and converts them to the result if it is LAST.
+
+    With both flags the result is 0.
+    """
     inputs, config = Inputs(ONE, torch.bfloat16), config_of("pointers")
     operands, grads = backward_operands(inputs, inputs.reference()), key_grads_of(inputs)
     for x in grads.sums:

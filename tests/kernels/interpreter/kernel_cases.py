@@ -135,9 +135,9 @@ def test_carried_steps_are_right(dtype: torch.dtype, form: str, sinks: bool) -> 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_flags_leave_out_changes_nothing_else(form: str) -> None:
-    """A FIRST block on NaN gives the bits of a block without flags on the state (0, -inf).
+    """A block with the flag FIRST on a state of NaN gives the bits of a block without flags on the state (0, -inf).
 
-    A LAST block gives the bits of a block without flags whose output is then rounded.
+    A block with LAST gives the bits of a block without flags whose output is then rounded.
     """
     inputs = Inputs(ONE, torch.bfloat16)
     plain, flagged = state_of(inputs), state_of(inputs)
@@ -176,7 +176,7 @@ def test_rows_whose_logits_are_all_minus_infinity_see_nothing(pairs: Pairs, form
 
 
 def test_large_logits_keep_their_weights() -> None:
-    """The kernel subtracts the largest scaled logit of a row, so the largest weights do not underflow."""
+    """Weights are right for large logits, because the kernel subtracts the largest scaled logit of each row."""
     inputs = Inputs(ONE, torch.float32)
     inputs.q.mul_(40)
     state, reference = state_of(inputs), inputs.reference()

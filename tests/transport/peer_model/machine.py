@@ -112,7 +112,7 @@ class Violation(Exception):
 
 
 def replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    """Return the values with the one at `index` replaced."""
+    """Return the tuple `values` with `value` at `index`."""
     return (*values[:index], value, *values[index + 1 :])
 
 
