@@ -157,10 +157,9 @@ def key_grads_of(inputs: Inputs, fill: float = NAN) -> KeyGrads:
 
 @pytest.mark.parametrize(("form", "fused"), [("pointers", True), ("descriptors", False)])
 def test_dk_and_dv_follow_the_flags_of_their_blocks(form: str, fused: bool) -> None:
-    """A launch with the flag FIRST overwrites the sums, which may be NaN. One with LAST writes the results, not the
-    sums.
+    """A launch with the flag FIRST overwrites the sums, which may be NaN before.
 
-    A launch with both flags needs no sums, and gives the same bits.
+    A launch with LAST writes the results and not the sums. One with both flags needs no sums, and gives the same bits.
     """
     runs, config = MANY._replace(keys=MANY.keys[1:3]), config_of(form)
     inputs = Inputs(runs, torch.float16)

@@ -147,8 +147,7 @@ def test_a_steep_bias_over_many_blocks() -> None:
 
 
 def test_queries_far_from_all_keys() -> None:
-    """Weights are right even if ALiBi lowers all logits of a row by so much that exp of them falls by a factor of
-    2^325.
+    """Weights are right even if ALiBi lowers all logits of a row so much that their exp falls by a factor of 2^325.
 
     The tolerance of lse is four roundings in float32.
     """
