@@ -46,7 +46,7 @@ __all__ = ["RingAccelerator", "RingParallelismConfig"]
 
 LOOPS = Host(
     "accelerate",
-    ("1.12", "1.14", "1.15"),
+    ("1.12", "1.13", "1.14", "1.15"),
     feature="RingAccelerator",
     parameters={
         "accelerate:Accelerator.prepare_data_loader": ("data_loader", "device_placement", "slice_fn_for_dispatch"),

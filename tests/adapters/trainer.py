@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 from ringattn import Ring
+from ringattn.adapters import auto
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
@@ -30,6 +31,8 @@ from tests.adapters.ranks import in_double
 
 BY_CONFIGURATION = "by configuration"
 """The end of the name of a case in which a plain Trainer gets its ring from `RingParallelismConfig`."""
+BY_SCRIPT = "by script"
+"""The end of the name of a case in which `auto.enable` gives a plain Trainer its ring."""
 
 
 class RingTrainer(RingTrainerMixin, Trainer):
@@ -326,7 +329,9 @@ def trained(folder: str, case: str, rings: int = 0) -> tuple[dict[str, Tensor], 
     args = TrainingArguments(output_dir=folder, **options)
     if args.fsdp:
         as_on_accelerators()
-    if rings and not case.endswith(BY_CONFIGURATION):
+    if rings and case.endswith(BY_SCRIPT):
+        auto.enable(args.world_size // rings)  # for all later Trainers of the process too
+    elif rings and not case.endswith(BY_CONFIGURATION):
         mesh = init_device_mesh("cpu", (rings, args.world_size // rings), mesh_dim_names=("dp", "cp"))
         with Ring(mesh, timeout_s=60.0) as ring:
             return run(type("Ours", (RingTrainerMixin, kind), {})(args=args, ring=ring, **data))
@@ -371,9 +376,9 @@ def unlabeled(trainer: Trainer) -> float:
 
 
 def compute_errors(folder: str, world_size: int, cases: list[str]) -> dict[str, Any]:
-    """Return the errors of the weights, and the losses and counts with those expected, by case.
+    """Return for each case the errors of the weights, and pairs of measured and expected losses and counts.
 
-    They are those of the last of `world_size` processes against a single process. All are forked from this process.
+    `world_size` processes, forked from this one, are compared with one; the values are those of the last rank.
     """
     tiny_model("qwen2", "eager")  # imported here, so that no forked process has to
     (expected,) = forked(lambda: {case: trained(folder, case) for case in cases})
@@ -382,7 +387,7 @@ def compute_errors(folder: str, world_size: int, cases: list[str]) -> dict[str, 
 
 
 def rank(folder: str, world_size: int, expected: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the errors of the weights on one rank, and its losses and counts with the expected ones, by case."""
+    """Return what `compute_errors` returns, of this rank."""
     errors = {}
     for case, (expected_weights, true_losses, truly_counted) in expected.items():
         weights, losses, counted = trained(folder, case, rings=world_size // 2)

@@ -166,6 +166,7 @@ FORKED: dict[str, Callable[[str], float]] = {
     "Trainer, a stream": lambda folder: train(folder, "streamed"),
     "Trainer, `compute_loss_func`": lambda folder: train(folder, "function"),
     "Trainer, `compute_loss` overridden": lambda folder: train(folder, "z-loss"),
+    "`ringattn script`, a plain Trainer": lambda folder: train(folder, "plain by script", "packed by script"),
     "`RingParallelismConfig`, packed": lambda folder: train(folder, "packed by configuration"),
     "`RingParallelismConfig`, checkpointed": lambda folder: train(folder, "packed, checkpointed by configuration"),
     "`RingParallelismConfig`, FSDP2": lambda folder: train(folder, "packed, sharded by configuration"),
