@@ -86,7 +86,7 @@ class Transport(Protocol):
 
     @property
     def sm_margin(self) -> int:
-        """The number of multiprocessors that an exchange occupies. Kernels should leave them free in the meantime."""
+        """The number of multiprocessors that an exchange occupies. Kernels should leave them free while it runs."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -102,12 +102,12 @@ class Transport(Protocol):
         ...
 
     def announce(self, call: int, digest: bytes, description: str, gradients: str = "") -> bool:
-        """Announce that this rank makes its call number `call`, with its digest and its description for errors.
+        """Announce this rank's call number `call`. `digest`: a hash of the call. `description`: its text, for errors.
 
         `gradients`: `COMPARED` if the ranks themselves compare this call, so the transport need not compare it.
-        Otherwise `gradients` says whether this rank needs gradients; ranks that differ in this are reported.
-        Returns True if the transport notices in its waits when other ranks make a different call. Then a call that the
-        ranks have compared once need not be compared again.
+        Otherwise `gradients` says whether this rank needs gradients; ranks that differ in this are reported. Returns
+        True if the transport notices in its waits when other ranks make a different call. Then a call that the ranks
+        have compared once need not be compared again.
         """
         ...
 
@@ -182,7 +182,10 @@ class Opening:
         return ControlStore(self.store, self.rank, self.world_size, self.timeout_s)
 
     def leave_store(self) -> None:
-        """Close the connection to the store, for a ring that needs it only to open. Heartbeats use another one."""
+        """Close this rank's connection to the store, for a ring that needs it only to open.
+
+        Heartbeats use another connection.
+        """
         for name in ("store", "control"):
             self.__dict__.pop(name, None)
 

@@ -1,7 +1,8 @@
 """Sums, broadcasts and barriers over a ring, on any transport.
 
-Guarantees: every rank ends with the same bits. Half precision is summed in float32 and rounded once. Tensors may have
-any shape, stride and number. All ranks must pass the same shapes and dtypes in one order (compare `summary` first).
+Guarantees: every rank ends with the same bits. Half precision is summed in float32 and rounded once. Any number of
+tensors is accepted, of any shape and stride. All ranks must pass the same shapes and dtypes in the same order, which
+the caller checks by comparing the ranks' `summary` texts.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def barrier(transport: Transport) -> None:
 
 
 def _scatter_sums(transport: Transport, pieces: list[torch.Tensor]) -> None:
-    """Replace this rank's piece by its sum over the ranks."""
+    """Receive this rank's piece from every rank, and replace it by the sum.
+
+    `pieces`: one piece of the values per rank.
+    """
     local_piece = pieces[transport.rank]
     peers = _peers(transport)
     label = f"all_reduce of {local_piece.dtype}, parts"
@@ -94,7 +98,7 @@ def _scatter_sums(transport: Transport, pieces: list[torch.Tensor]) -> None:
 
 
 def _all_gather(transport: Transport, pieces: list[torch.Tensor]) -> None:
-    """Send this rank's piece to all other ranks and receive theirs."""
+    """Send this rank's piece to all other ranks, and receive each other rank's piece. `pieces`: one piece per rank."""
     label = f"all_reduce of {pieces[0].dtype}, sums"
     transport.exchange(
         [Message(peer, pieces[transport.rank], label) for peer in _peers(transport)],

@@ -81,7 +81,7 @@ def wait_until(
 T = TypeVar("T")
 
 LOOK_S = 0.1
-"""How often a wait for a request checks whether it has become pointless."""
+"""How often a wait for a request checks whether the wait has become pointless (`ended` in `Request.wait`)."""
 RESUMED_S = 0.05
 """Grace after a deadline for an answer: a process that was itself stopped finds the answer when it continues."""
 CUT_S = 1.0
@@ -99,7 +99,7 @@ class Request(Generic[T]):
         self.answered.acquire()
 
     def serve(self) -> None:
-        """Make the call."""
+        """Make the call, and store its result or its error."""
         try:
             self._answer = self._call()
         except BaseException as error:

@@ -62,7 +62,10 @@ class _Memory:
 
 
 class CudaDevice:
-    """A GPU of this process, through `torch.cuda`. Simulated and missing devices override every method."""
+    """A GPU of this process, through `torch.cuda`.
+
+    The tests' simulated devices, and a stub without a GPU in `bench/hop.py`, override every method.
+    """
 
     torch_device: torch.device
     uuid: str
@@ -154,7 +157,7 @@ AnyPiece = TypeVar("AnyPiece")
 
 
 class _View:
-    """An object that every view of one piece of memory keeps alive, so its end is the end of the last view."""
+    """An object that all views of one piece of memory keep alive. It is collected when the last view is."""
 
 
 class ViewedMemory(ABC, Generic[AnyPiece]):
@@ -257,7 +260,7 @@ class StreamTransport(Ending, ABC):
             raise
 
     def _failure_raised(self) -> None:
-        """React to a failure that the caller has just received."""
+        """React to the failure that `check` is about to raise. A transport overrides this if it has more to end."""
 
 
 class StreamHop(ABC):
@@ -419,7 +422,7 @@ class StreamWatch(ABC, Generic[AnyHandle]):
         return True
 
     def _write_record(self, failure: BaseException, *later_errors: BaseException) -> None:
-        """Write the flight record. Add its path as a note to `failure`, which later calls raise, and `later_errors`."""
+        """Write the flight record, and add its path as a note to every given error. Later calls raise `failure`."""
         folder = self._opening.flight_dir
         if folder is None:
             return

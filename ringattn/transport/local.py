@@ -56,7 +56,7 @@ class LocalWorld:
         return LocalTransport(self, rank)
 
     def _post(self, operation: _Operation) -> None:
-        """Match a send with the oldest queued receive between the same ranks, or a receive with such a send.
+        """Match a send with the oldest queued receive between the same ranks, or a receive with the oldest queued send.
 
         If there is none, queue the operation.
         """

@@ -204,7 +204,7 @@ DEVICES = {
 OVER_PCIE = ("l20", "rtx4090")
 """Presets of boxes without NVLink."""
 RACKS = ("gb200",)
-"""Presets whose NVLink may join nodes."""
+"""Presets in which NVLink may connect GPUs of several nodes."""
 
 
 class Recognised(NamedTuple):
@@ -286,7 +286,10 @@ def _gpu(location: Location) -> str:
 
 
 def _network_bytes_s(locations: Sequence[Location], links: Links) -> float | None:
-    """Return the port rates of a node, divided by its ranks, on the slowest node; None if any rate is unknown."""
+    """Return a rank's share of its node's network bandwidth in bytes/s, on the node where it is smallest.
+
+    It is the sum of the rates of the node's ports, divided by the node's ranks; None if any rate is unknown.
+    """
     ranks, least = Counter(links.nodes), float("inf")
     for node, location in zip(links.nodes, locations, strict=True):
         rates = [nic.gbps for nic in location.nics]

@@ -133,7 +133,9 @@ def _number(environment: Mapping[str, str], name: str, lowest: int, highest: int
 
 
 _stores: dict[tuple[str, int], dist.Store] = {}
-"""The process that hosts a store keeps it open for its other rings when one of them closes."""
+"""This process's stores by address and port. A process that hosts a store keeps it open for its other rings when one
+ring closes.
+"""
 
 
 def job_store(job: Job, deadline: Deadline) -> dist.Store:

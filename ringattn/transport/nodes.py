@@ -30,7 +30,9 @@ from ringattn.transport.peer.transport import PeerTransport
 from ringattn.transport.shared.transport import ShmTransport
 
 BEFORE_PAINT_S = 0.2
-"""How long NCCL's aborts may take before waits inside the node are released: released waits may let it send more."""
+"""How long NCCL's aborts may take before waits inside the node are released: after a release, NCCL may send spoiled
+bytes.
+"""
 
 
 class NodesWorkHandle:
@@ -115,7 +117,10 @@ class NodesTransport(Ending):
             return self.between.all_gather_bytes(payload)
 
     def drain(self) -> None:
-        """See `Transport.drain`. `inside` is last: it detects whether a failing rank of the node spoiled any data."""
+        """See `Transport.drain`.
+
+        `inside` comes last: the peer transport detects data that a failing rank of the node has spoiled.
+        """
         with self.joint():
             self.between.drain()
             self.inside.drain()
@@ -135,7 +140,7 @@ class NodesTransport(Ending):
         self.inside.replay(run)
 
     def abort(self, cause: BaseException) -> None:
-        """See `Transport.abort`. `inside` ends first; `between` then reports the cause to all ranks by the store."""
+        """See `Transport.abort`. `inside` ends first. Then `between` reports the cause through the store."""
         if self._end is None:
             self._end = cause
         self.inside.abort(cause)
@@ -181,7 +186,9 @@ class HostNodesTransport(NodesTransport):
         super().__init__(inside, between, inside.group.ranks)
 
     def await_both(self, handle: NodesWorkHandle) -> None:
-        """See `NodesTransport.await_both`. Wait inside first: that wait copies the bytes, and gloo needs no help."""
+        """See `NodesTransport.await_both`. Wait inside first: this thread copies those messages, but gloo sends by
+        itself.
+        """
         until = time.monotonic() + self.inside.group.timeout_s
         if handle.inside is not None:
             handle.inside.wait(until)  # type: ignore[call-arg]

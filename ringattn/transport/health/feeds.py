@@ -70,7 +70,7 @@ class Feed(Generic[T]):
             del self.heard[rank]
 
     def unchanged(self, at_least_s: float, since_s: float) -> set[int]:
-        """Return the ranks that were read after `since_s` and had then had one heartbeat for `at_least_s` or longer."""
+        """Return the ranks whose heartbeat has not changed for `at_least_s`, of those read since `since_s`."""
         return {
             rank
             for rank, heard in list(self.heard.items())
@@ -95,7 +95,10 @@ ANSWER_S = 0.8
 
 
 def interval_s(job_size: int, requests: int = 2) -> float:
-    """Return the seconds between two rounds of a rank with `requests` each. `job_size` ranks share the store."""
+    """Return the seconds between two rounds of a rank that makes `requests` requests in each round.
+
+    `job_size`: the number of ranks that share the store, which together must not exceed `REQUESTS_PER_S`.
+    """
     return max(INTERVAL_S, requests * job_size / REQUESTS_PER_S)
 
 
@@ -118,7 +121,10 @@ class StoreFeed(Feed[Beat | None]):
     def __init__(
         self, control: ControlStore, interval: float, also: Callable[[dist.Store], None] = lambda store: None
     ) -> None:
-        """Read through `control`, which nothing else may use. `also` runs in each round, on the connection's thread."""
+        """Read through `control`, which nothing else may use, every `interval` seconds.
+
+        `also` runs in each round, on the connection's thread.
+        """
         super().__init__(silence_s(interval) / 2)
         self.cause: str | None = None
         self.gone: str | None = None
@@ -176,7 +182,10 @@ class StoreFeed(Feed[Beat | None]):
             pass  # the connection was abandoned, or belongs to the parent of this process
 
     def _round(self, store: dist.Store, text: str, ranks: list[int]) -> tuple[bytes, dict[int, bytes | None]]:
-        """Send this rank's heartbeat, then read the cause and the heartbeats of `ranks`. On the connection's thread."""
+        """Send this rank's heartbeat, then return the cause and the heartbeats of `ranks`.
+
+        Runs on the connection's thread.
+        """
         if not self.rounds:
             store.compare_set(CAUSE, "", "")  # from now on the key exists; it is empty while nothing has failed
         store.set(heartbeat_key(self._control.rank), text)
@@ -203,7 +212,7 @@ LARGEST_BYTES = 32768
 MOST_OBSERVERS = 64
 """The most observers whose reports one datagram passes on."""
 Claims = dict[int, dict[int, str]]
-"""By observer: the ranks that it knows to be gone or silent, with that state."""
+"""For each observer, the ranks that it knows to be `gone` or `silent`, each with that word."""
 
 
 class Neighbours(Feed[Beat]):

@@ -26,7 +26,7 @@ from ringattn.transport.health.feeds import INTERVAL_S, Feed, Neighbours, StoreF
 from ringattn.transport.health.verdict import ENDED, Beat, Evidence, Place, Waits, explain
 
 END_S = 1.0
-"""How long ending may take. One heartbeat takes far less, unless the store's host hangs."""
+"""How long the end of the heartbeats may take. Writing the last one takes far less, unless the store's host hangs."""
 PUBLISH_S = 0.5
 """How long a failing rank waits until its cause is in the store."""
 SHARE_S = 0.6
@@ -34,15 +34,20 @@ SHARE_S = 0.6
 SHORTEST_S = 1.6
 LOSS_S = PUBLISH_S + 2 * INTERVAL_S
 """How much longer a rank waits for the cause of a living peer whose connection broke. A peer that reaches its deadline
-closes its connections first, then explains the failure, which takes as long as it does here, and then publishes it."""
+closes its connections first, then explains the failure, which takes as long as it does here, and then publishes it.
+"""
 HELD_BACK_S = 5.0
 """The longest delay of heartbeats that is attributed to a link that loses packets."""
 READ_AT_ONCE = 8
-"""Ranks whose heartbeats one round reads besides the neighbours'. If more are needed, successive rounds take turns."""
+"""How many ranks' heartbeats one round reads in addition to the neighbours'. If more are needed, each round reads the
+next group of them.
+"""
 LONG_ROUNDS = 10
 """A wait of more rounds than this reads the heartbeats of all ranks in turn, because any of them may be at fault."""
 IN_TURN_UP_TO = 64
-"""In a larger ring a turn takes too long to detect silence, so only the investigating rank reads all heartbeats."""
+"""The largest ring in which every waiting rank reads all heartbeats, group by group. In a larger ring, the rounds that
+this takes are too many to detect silence in time, so only the investigating rank reads all heartbeats.
+"""
 
 
 class Pages(Protocol):
@@ -80,7 +85,7 @@ class Health:
         self.call = 0
         """The number of this rank's current call."""
         self.calls: Callable[[], Any] = lambda: None
-        """Returns the fields about this rank's calls that each heartbeat reports to peers."""
+        """A function that returns fields about this rank's calls, which each heartbeat reports to the peers."""
         self.closed = False
         """Whether this rank has closed its ring."""
         self.pages: Pages | None = None
@@ -263,8 +268,8 @@ class Health:
     def _ranks_to_read(self, place: Place) -> list[int]:
         """Return the ranks whose heartbeats to read in this round: the neighbours, and ranks that this rank waits for.
 
-        If these are many, each round reads only some of them, and successive rounds take turns. A rank that
-        investigates a failure reads all ranks in each round.
+        If this rank waits for many ranks, each round reads the next group of them. A rank that investigates a failure
+        reads all ranks in each round.
         """
         peers = set(range(self.world_size)) - {self.rank}
         investigates = 1 in self._claims.values()
@@ -312,7 +317,11 @@ class Health:
         )
 
     def _settled(self, seen: Evidence, began_s: float, rounds: int) -> bool:
-        """Return whether waiting longer would not change the explanation."""
+        """Return whether waiting longer would not change the explanation.
+
+        `seen`: the evidence so far. `began_s`, `rounds`: the time, and the number of rounds that the store had
+        answered, when the explanation was requested.
+        """
         if seen.stood_still_s:
             return bool(seen.store) or self.store.rounds > rounds + 1  # a cause published meanwhile has been read
         if seen.cause:

@@ -160,7 +160,7 @@ class StoreAllGather:
         return answers
 
     def _late(self, stem: str) -> str:
-        """Describe the ranks that are missing at the deadline."""
+        """Describe the ranks that are missing at the deadline: those without an entry `stem/RANK`."""
         try:
             missing = self._control.missing(stem)
         except RuntimeError as unanswered:
@@ -169,7 +169,10 @@ class StoreAllGather:
         return f"no answer from ranks {missing} within {self._opening.timeout_s} s"
 
     def _watch(self, stem: str) -> None:
-        """Raise the ring's failure, such as a difference between calls, or an error if a missing rank has closed."""
+        """Raise the ring's failure, such as a difference between calls, or an error if a missing rank has closed.
+
+        A rank is missing as long as it has no entry `stem/RANK`.
+        """
         supervisor = self._supervisor
         supervisor.raise_failure()
         if self._next_look.passed:

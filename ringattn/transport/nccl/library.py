@@ -42,7 +42,7 @@ REQUIRED = (
 
 
 class Need(NamedTuple):
-    """Requirements of a capability: a version as `ncclGetVersion` counts, and functions."""
+    """The requirements of a capability: the oldest NCCL version, as `ncclGetVersion` counts, and the C functions."""
 
     since: int
     functions: tuple[str, ...] = ()

@@ -31,7 +31,8 @@ from ringattn.transport.nccl.communicator import Communicator
 STANDSTILL_S = 2.0
 """How long an exchange may make no progress after all its peers have closed. Their bytes may still be in flight."""
 LOST_S = 5.0
-"""How long the heartbeat of a rank that has only to close may stop before the rank counts as lost."""
+"""How long a heartbeat may stop before its rank counts as lost, if the only thing awaited from the rank is its close.
+"""
 NOT_CLOSED = "is silent (stopped, stuck or gone) and has not closed its ring"
 LOOK_S, LOOK_PER_RANK_S = 0.3, 4e-3
 """Seconds between two lookups of the missing ranks: a minimum, and an addition for each rank of the ring."""
@@ -258,7 +259,7 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
             )
 
     def _check_leaving(self) -> None:
-        """Raise if the heartbeat of a rank that has only to close has stopped: the rank will not close any more."""
+        """Raise if the heartbeat of a rank whose close is awaited has stopped: the rank will not close any more."""
         for rank in sorted(self.leaving & self.health.silent(LOST_S)):
             raise PeerLostError(f"rank {self._rank}: rank {rank} {NOT_CLOSED}")
 
@@ -298,7 +299,8 @@ KEPT = 8192
 """The number of calls that a rank remembers."""
 BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
 """The distances of the earlier calls that a heartbeat reports, besides the first: enough to compare ranks that are any
-number of calls apart."""
+number of calls apart.
+"""
 WORDS = 120
 
 
@@ -308,7 +310,8 @@ GRADIENTS_DIFFER = (
 )
 CHAIN, CALL = 16, 20
 """Offsets in the hexadecimal digits of a call in a heartbeat: the chain ends at the first, a digest of the call itself
-at the second, and a chain of needed gradients follows."""
+at the second, and a chain of needed gradients follows.
+"""
 
 
 class CallHistory:

@@ -454,7 +454,10 @@ class RingMemory(ViewedMemory[_Piece]):
         self._ending: threading.Thread | None = None
 
     def compute_event_query(self) -> Callable[[], bool]:
-        """Return a query: whether the caller's streams have finished their present work, which may use this memory."""
+        """Return a function that returns whether the caller's streams have finished their present work.
+
+        That work may use this memory.
+        """
         order = self.order
         # Events of a capture cannot be queried, and captured work does not run before a replay.
         if self._gpu.is_capturing():

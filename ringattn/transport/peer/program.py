@@ -87,7 +87,10 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A store of the number of the pair's `nth` message of this exchange, after all earlier steps have completed."""
+    """A store of a message number into `word`: the number of the pair's `nth` message of this exchange.
+
+    The store happens after all earlier steps have completed.
+    """
 
     word: Word
     nth: int
@@ -145,14 +148,17 @@ class Copy(_OfMessage):
 
 @dataclass(frozen=True, slots=True)
 class LogStart(_OfMessage):
-    """A host step that records in this rank's start log which message is the pair's `nth` of this exchange."""
+    """A host step that publishes the start of a message in this rank's log, under the message's number.
+
+    The entry says where the buffer is, and what the message contains. `FindBuffer` on the sender reads the entry.
+    """
 
     sends: bool
 
 
 @dataclass(frozen=True, slots=True)
 class FindBuffer(_OfMessage):
-    """A host step that looks up the receiver's buffer for a message in the receiver's start log.
+    """A host step that looks up the receiver's buffer for a message, in the receiver's log of started messages.
 
     This is the only step in which the host waits for another rank: a receiver may start its bound messages in any
     order, so the sender waits until the receiver has logged the start of exactly this message number.
@@ -201,7 +207,7 @@ class PairNumbers:
         return self._started[step.pair] + step.nth
 
     def bases(self, program: Program) -> dict[Pair, int]:
-        """Return the number to add to each `nth` of this exchange, which later starts of exchanges do not change."""
+        """Return, for each pair, the number to add to `nth` in this exchange. Later starts do not change the result."""
         return {pair: self._started[pair] for pair, _ in program.counts}
 
     def advance(self, program: Program) -> None:

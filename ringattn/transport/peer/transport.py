@@ -76,7 +76,7 @@ class Lane:
         # The event at the end of the lane: once it has completed, the lane is empty.
         self.newest: Event | None = None
         self.awaited: frozenset[int] = frozenset()
-        """The rank that this rank's host is waiting for, until it starts its receive."""
+        """The rank whose start of a receive this rank's host is waiting for; empty if the host does not wait."""
         self._driver, self._gpu, self._group = driver, gpu, group
         # If True, nothing is enqueued or mapped any more. Set under `_enqueuing`, before the peers' memory is unmapped.
         self._ended = False
@@ -140,7 +140,10 @@ class Lane:
             self._starting.release()
 
     def pending(self, hop: PeerHop, bases: dict[steps.Pair, int]) -> list[Operation]:
-        """Return the messages of an exchange that wait for their peer, according to their credit and arrival words."""
+        """Return the messages of an exchange that wait for their peer, according to their credit and arrival words.
+
+        `bases`: what `PairNumbers.bases` returned for this exchange.
+        """
         local_page, late = self._group.own_page, []
         for step in hop.program.start:
             if isinstance(step, steps.LogStart):
@@ -214,8 +217,8 @@ class Lane:
         group, number = self._group, self.numbers.of(step)
         operation = (hop.sends if step.sends else hop.recvs)[step.message]
         # No rank reads from the memory of a sender, so only receives have a position in an arena. The entry's first
-        # field holds the size of the arena, because the sender maps the whole arena. (Other transports store the number
-        # of a bound message in this field.)
+        # field holds the size of the arena, because the sender maps the whole arena. (The shm transport stores 0
+        # there.)
         place = ArenaPlace(0, 0, 0) if step.sends else hop.places[step.message]
         entry = pages.Entry(
             place.arena_bytes, place.arena, place.offset, operation.nbytes, str(operation.buffer.dtype), operation.label

@@ -437,9 +437,10 @@ class SharedGroup:
         what: Callable[[], str],
         until: float,
     ) -> list[bytes]:
-        """Publish one part of this rank's payload, and return the same part of every rank, in the order of `ranks`.
+        """Run one round of the all-gather: publish `part` of this rank's payload, and return every rank's part.
 
-        When a rank starts round n, every rank has read the parts of round n - 2, so two buffers per rank are enough.
+        The parts are in the order of `ranks`. `most_bytes`: for each rank, the most bytes that its part can have. When
+        a rank starts round n, every rank has read the parts of round n - 2, so two buffers per rank are enough.
         """
         self._turn += 1
         turn, peers = self._turn, [rank for rank in self.ranks if rank != self.rank]
@@ -484,13 +485,17 @@ class SharedGroup:
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Report to all ranks of the group why this rank fails, unless another rank has failed first. Never raises."""
+        """Report to all ranks of the group that this rank fails. Never raises.
+
+        The reported cause is `error`, unless another rank has failed first.
+        """
         self.poison(first_cause(self.rank, error))
 
     def poison(self, cause: str) -> None:
-        """Report the first cause of a failure to all ranks of the group: `cause`, unless one was reported before.
+        """Report to all ranks of the group that this rank fails. Only this rank's first call has an effect.
 
-        Only the first call has an effect.
+        The reported cause is `cause`, unless another rank has reported a cause before: then that cause is reported
+        again.
         """
         with self._lock:
             if self._failed or self._left or os.getpid() != self.pid:

@@ -256,7 +256,10 @@ class Header(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One end of a started message, in a log. `arena` and `offset` locate its bytes in the memory of the log's rank."""
+    """One end of a started message, in a log. `arena` and `offset` locate its bytes in the memory of the log's rank.
+
+    `bound`: for a receive of the peer transport, the size of the arena in bytes; otherwise 0.
+    """
 
     bound: int
     arena: int
