@@ -302,7 +302,7 @@ class Filling:
         del self.items[:count]
 
     def _cut(self, index: int) -> None:
-        """Take the last tokens of an item, and fill up the rank."""
+        """Give the rank the last tokens of the item at `index`, then fill up the rank with other tokens."""
         item = self.items.pop(index)
         first = self._first_of(item)
         light = bisect_left(self.items, Item(int(self.choice.light * self.pairs), 0, 0, 0, 0))
@@ -331,7 +331,11 @@ class Filling:
         return max(0, (item.tokens - last - int(self.tokens * rest / self.pairs / self.choice.density)) // ranks)
 
     def _parts(self, item: Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:
-        """Return the parts with the largest number of last tokens of the item that do not exceed the rank's pairs."""
+        """Return the parts with the largest number of last tokens of the item that do not exceed the rank's pairs.
+
+        `least_first`: the smallest number of first tokens of the item. `most_whole`: the largest number of items taken
+        whole. `cut_next`: whether the first tokens of another item may be taken.
+        """
         tokens, pairs = _sums(self.items[:most_whole])
 
         def parts_with(last: int) -> _Parts:
@@ -411,9 +415,13 @@ EVEN = 1.005
 """Largest ratio of a rank's pairs to the mean that counts as even. Of all even placements, the one with the fewest rows
 is used."""
 FILLS = 80000
-"""Limit of a search: the number of tries times the number of ranks. It takes about 0.2 s for a hundred documents."""
+"""The limit of a search: the number of tries times the number of ranks. Such a search takes about 0.2 s for a hundred
+documents.
+"""
 STARTING_CHOICES = tuple(Choice(*values) for values in product((0.002, 0.03), (0.03, 0.1, 1.0), (0.0, 1.0, 2.0)))
-"""Placements to start from, each with equal pairs, with the most pairs that evenness allows, and half way between."""
+"""The choices whose placements the search starts from. Each gives three placements: with equal pairs on all ranks, with
+the most pairs per rank that `EVEN` allows, and with half of this excess.
+"""
 WORSE = 0.001
 """Share of the rows by which a step of the search may be worse at the beginning. It falls to 0 at the end."""
 PRICE = 100
@@ -483,7 +491,7 @@ class Search:
     """
 
     def __init__(self, cuts: tuple[int, ...], ranks: int, even: float) -> None:
-        """Prepare the search for documents (0, ..., length)."""
+        """Prepare the search for the documents with the boundaries `cuts` (0, ..., length)."""
         self.items = items_of(cuts)[::-1]
         self.tokens, self.pairs = [item.tokens for item in self.items], [item.pairs for item in self.items]
         share, extra = divmod(cuts[-1], ranks)
@@ -494,8 +502,8 @@ class Search:
     def owners_of(self, shards: Shards) -> Owners:
         """Return an assignment that approximates a placement.
 
-        The last rank that has a part of a document owns it. A rank that reads farther takes the end of this document,
-        or of a longer one.
+        The last rank that has a part of a document owns it. A rank whose part ends after the owner's part takes the end
+        of this document, or of a longer one.
         """
         result = Owners([0] * len(self.items), *([fill] * len(shards) for fill in (-1, 0, 0)))
         by_start = sorted((item.start, document) for document, item in enumerate(self.items))
@@ -561,9 +569,10 @@ class Search:
         return Outcome(rows, -sum(pairs for pairs in room if pairs < 0), parts, moved)
 
     def shards(self, assignment: Owners) -> Shards:
-        """Return the pieces of an assignment.
+        """Return the placement that an assignment describes.
 
-        For moved tokens, `outcome_of` counts rows and pairs as if a single document had enough tokens for each move.
+        `outcome_of` counts the rows and pairs of moved tokens approximately: as if a single document of the rank had
+        enough tokens for each move.
         """
         outcome, taken = self.outcome_of(assignment), set(assignment.ends)
         pieces: list[list[Piece]] = [[] for _ in self.shares]

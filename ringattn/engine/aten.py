@@ -59,7 +59,7 @@ from ringattn.engine.rectangles import (
 ops = torch.ops.aten
 
 HIDDEN_ROWS = 64
-"""The rows whose scores are inspected at once if the CPU op has hidden a NaN."""
+"""The number of rows whose scores are computed again at once, to find a NaN that the CPU op has hidden."""
 
 
 class BlockOp(NamedTuple):
@@ -193,9 +193,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class AtenWork(NamedTuple):
     """The rectangles of a step with their heads, and the same tiles for the plain engine.
 
-    `begins`: which rectangles are the first of the pass on their queries; None if the state is initialised before the
-    pass. `sets`: which rectangles overwrite their rows of dK/dV; None if the step accumulates into its rows, or zeroes
-    them first.
+    `begins`: for each rectangle, whether it is the first of the pass on its queries; None if the state is initialised
+    before the pass. `sets`: for each rectangle, whether it overwrites its rows of dK/dV; None if the step accumulates
+    into its rows, or zeroes them first.
     """
 
     rectangles: tuple[tuple[Rectangle, HeadGroup], ...]
@@ -365,7 +365,10 @@ class AtenEngine(Accumulating):
         factors: Scaling,
         overwrites: Sequence[bool],
     ) -> None:
-        """Add the gradients of a rectangle. `overwrites`: whether it overwrites its query rows, and its key rows."""
+        """Add the gradients of a rectangle.
+
+        `overwrites`: whether the rectangle overwrites its query rows, and whether it overwrites its key rows.
+        """
         into, rectangle = dq.carried, views.rectangle
         assert into is not None
         # As in forward: flash attention if the op needs more keys.
@@ -449,14 +452,14 @@ class Scaling(NamedTuple):
 
 
 def scaling(scale: float) -> Scaling:
-    """Split `scale` into two factors. q is unchanged for most scales; a negative scale changes only its sign."""
+    """Split `scale` into two factors. q is multiplied by 1 for most scales, and by -1 if the scale is negative."""
     if abs(scale) >= LEAST_SCALE:
         return Scaling(math.copysign(1.0, scale), abs(scale))
     return Scaling(scale, 1.0)
 
 
 class RectangleViews(NamedTuple):
-    """The views of row-first tensors that belong to a rectangle: its operands, and results mapped back."""
+    """The views of row-first tensors that belong to a rectangle: operands, and results in the buffers' row order."""
 
     rectangle: Rectangle
     heads: HeadGroup
@@ -630,7 +633,8 @@ class RectangleBytes(NamedTuple):
     ) -> int:
         """Return the peak memory while operands are converted, then padded, and then held with `after` more bytes.
 
-        `new`: the operands that are new tensors in any case.
+        For each operand: `operands` has its bytes without padding, `padded` its bytes with padding, `widths` its head
+        dimension, and `new` whether it is a new tensor in any case.
         """
         # Conversion and reversal copy every operand; otherwise only operands that are new tensors take memory.
         every = self._converted or self.rectangle.reversed

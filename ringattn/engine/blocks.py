@@ -272,9 +272,9 @@ def _unrolled(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def _entries(pairs: _Pairs, first: Ints, rows: Ints, other_rows: int) -> tuple[Ints, Ints]:
-    """Return the entries of blocks, and how many blocks of other rows each entry visits.
+    """Return an entry for each element of `pairs`, and how many blocks of `other_rows` other rows each entry visits.
 
-    A block has `rows` own rows, which start at row `first` of its part.
+    The entry belongs to a block of `rows` own rows, which starts at row `first` of the element's part.
     """
     count, own_step, other_step = pairs.rows, pairs.own_step, pairs.other_step
     # Row i of the block is row first + i of the part: shift the band by first * own_step.
@@ -318,7 +318,10 @@ def _entries(pairs: _Pairs, first: Ints, rows: Ints, other_rows: int) -> tuple[I
 
 
 def _places(pairs: _Pairs, first: Ints, rows: tuple[int, int]) -> Ints:
-    """Return the columns of `Table.places` for each entry. `first`: the block's first row, counted in its part."""
+    """Return the columns of `Table.places` for each entry, from which the kernels compute ALiBi's distances.
+
+    `first`: the block's first row, counted in its part. `rows`: the rows of a block on each side.
+    """
     ahead = pairs.own + first * pairs.own_stride - pairs.other - pairs.shift
     reach = pairs.own_stride * rows[0], pairs.other_stride * (pairs.rows + rows[1])
     farthest = max((int(np.abs(x).max()) for x in (ahead, *reach) if x.size), default=0)
@@ -331,7 +334,10 @@ def _places(pairs: _Pairs, first: Ints, rows: tuple[int, int]) -> Ints:
 
 
 def _positions(pairs: _Pairs, first: Ints) -> Ints:
-    """Return the columns of `Table.positions`; arguments as for `_places`."""
+    """Return the columns of `Table.positions` for each entry, from which the kernels compute the dropout mask.
+
+    `first`: the block's first row, counted in its part.
+    """
     own_position = pairs.own + first * pairs.own_stride
     return np.stack((own_position, pairs.own_stride, pairs.other, pairs.other_stride, pairs.first_head), axis=1)
 
@@ -340,7 +346,8 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
     """Return the table of the blocks that have an entry, or of all blocks if `unseen`.
 
     Blocks with more work come first, so that light blocks balance the end of a launch. `entries` has the columns of
-    `EntryColumn`, then `placed` columns of `Table.places`, then the columns of `Table.positions`.
+    `EntryColumn`, then `placed` columns of `Table.places`, then the columns of `Table.positions`. For each entry,
+    `block` is the index of its block, and `visits` the number of blocks of other rows that it visits.
     """
     # The work of a block: visited blocks times query heads.
     work = np.bincount(block, visits * entries[:, EntryColumn.Q_HEADS], len(blocks))

@@ -479,7 +479,10 @@ def _table_on(device: torch.device, blocks: Blocks, keys_own: bool) -> Table:
 
 
 def _keys_per_counter(keys: Ints) -> int:
-    """Return `Table.together` for entries with these columns: position of the first key, and stride."""
+    """Return how many adjacent keys share a counter of the dropout generator in all entries (`Table.together`).
+
+    `keys`: for each entry, the position of its first key and the stride of its keys.
+    """
     # A block has a multiple of 16 keys.
     return 1 if (keys[:, 1] != 1).any() or (keys[:, 0] % KEYS_OF_A_COUNTER).any() else KEYS_OF_A_COUNTER
 

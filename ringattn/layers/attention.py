@@ -27,9 +27,9 @@ REFUSED = {
     "sinks": "they are a parameter of this layer; pass sink_heads",
     "dropout_seed": "every call needs a different seed; pass it to the call",
 }
-"""Options of attention that `RingAttention` refuses."""
+"""Options of attention that `RingAttention` refuses, each with the advice for its error."""
 MULTIHEAD_REFUSED = REFUSED | {"dropout_p": "in this layer it is called dropout, as in torch"}
-"""Options of attention that `RingMultiheadAttention` refuses under these names."""
+"""Options of attention that `RingMultiheadAttention` refuses under these names, each with the advice for its error."""
 
 
 class RingAttention(Layer):

@@ -31,7 +31,7 @@ REFUSED = NOT_OF_DILATED | {
     "dropout_p": "this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed",
     "dropout_seed": "this layer has no dropout; call ring.dilated_attention with dropout_p and dropout_seed",
 }
-"""Options of attention that dilated layers refuse."""
+"""Options of attention that dilated layers refuse, each with the advice for its error."""
 
 
 class Alone(Layer):

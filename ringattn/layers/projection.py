@@ -293,7 +293,10 @@ class _KernelProjection(torch.autograd.Function):
 def _groups(
     buffers: tuple[Tensor, ...], q_norm: Tensor | None, k_norm: Tensor | None, spec: _Spec
 ) -> list[tuple[slice, Any]]:
-    """Return the kernel launches in order. Each has its rows of the weight and its `Finish`."""
+    """Return the kernel launches in order.
+
+    Each has its rows of the weight, and a `Finish`: what the kernel does to the product (norm, rotation, storing).
+    """
     from ringattn.kernels.qkv import Finish
 
     cut = spec.heads * spec.head_dim

@@ -31,8 +31,9 @@ MUST_GAIN = 0.03
 """Share of the ring's time that another schedule must save. Predictions are not more accurate than this."""
 
 RECOGNISED_MUST_GAIN = 0.1
-"""The same for a preset that was recognised, not named by the user. Predictions rank every pair of published times
-that differ by at least this share correctly (decision 0023)."""
+"""Share of the ring's time that another schedule must save if the cluster is a preset that was recognised, not named by
+the user. Predictions rank every pair of published times that differ by at least this share correctly (decision 0023).
+"""
 
 STAGE_AT_MOST = 3
 """Limit on the staging buffers, in multiples of a rank's local q, k, v and out: what Ulysses needs on any number of
@@ -42,17 +43,22 @@ STAGE_OVER_RING = 1.5
 """A schedule may always stage this many times the ring's bytes."""
 
 PLAYED_RANKS = 16
-"""Most ranks for which a choice plans every rank. Beyond that, a closed form compares ring and double ring."""
+"""The largest number of ranks for which the choice of a schedule plans every rank. Beyond that, a closed form compares
+ring and double ring.
+"""
 
 PLACED_RANKS = 8
 """The same limit for schedules that move queries: their plans take a second on this number of ranks."""
 
 SLOW_MUST_GAIN = 0.1
-"""On more than four ranks, or with more than `PLACED_TILES`, plan such a schedule only if the lower bound on its time
-is smaller than the best time by this share."""
+"""On more than four ranks, or with more than `PLACED_TILES`, plan a schedule that moves queries only if the lower bound
+on its time is smaller than the best time by this share.
+"""
 
 PLACED_TILES = 1 << 13
-"""Most single-head tiles for which such a schedule is planned on a recognised cluster: 0.2 s each on four ranks."""
+"""The largest number of single-head tiles for which a schedule that moves queries is planned on a recognised cluster:
+its plans take 0.2 s each on four ranks.
+"""
 
 PLAYED_PIECES = 1024
 """Most pieces of layouts and documents for which all ranks are planned: the call waits for these plans."""
@@ -157,7 +163,11 @@ def _weighed(
     problem: Problem, name: str, clusters: tuple[Cluster, ...], routed: Callable[[str], Route], plan_of: PlanOf,
     best_s: float, most: float,
 ) -> Candidate:  # fmt: skip
-    """Plan and simulate a schedule, or return the reason to leave it out."""
+    """Plan and simulate the schedule `name`, or return the reason to leave it out.
+
+    `clusters`: the cluster that the choice is for, then others to predict times on. `best_s`: the best time so far.
+    `most`: the largest number of bytes that a rank may stage.
+    """
     route, cluster = ROUTES[name], clusters[0]
 
     def out(why: str) -> Candidate:
@@ -358,7 +368,11 @@ def counts(problem: Problem, node_of: Callable[[int], int] = lambda rank: 0) -> 
 
 
 def _across(k: np.ndarray, joins: np.ndarray, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each segment its rows times readers on other nodes, and whether its ranks are on several nodes."""
+    """Return each segment's key rows times readers on other nodes, and whether its ranks are on several nodes.
+
+    `k`: the key rows of each segment on each rank. `joins`: whether each rank has tokens of each segment. `nodes`: the
+    node of each rank.
+    """
     of_node = np.eye(nodes.max(initial=0) + 1)[nodes]
     owned, readers = k @ of_node, joins @ of_node
     return k.sum(1) * joins.sum(1) - (owned * readers).sum(1), (readers > 0).sum(1) > 1

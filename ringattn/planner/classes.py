@@ -149,11 +149,11 @@ class Classes:
         self._held: dict[int, list[int]] = {}
 
     def learn(self, plan: Plan, cluster: Cluster, like: Classes | None = None) -> None:
-        """Add the cells of one rank's plan. Raises `UnsupportedError` if a class would get two different cells.
+        """Add the cells of one rank's plan. Call this for all ranks of a number of ranks, in order.
 
-        Learn the ranks in order. Also raises it if, after the last rank, the fewest or the most bytes that a rank holds
-        differ from those on the first number of ranks. `like`: classes learned with shards of another length; their
-        messages have the same receivers.
+        `like`: classes learned with shards of another length; their messages have the same receivers. Raises
+        `UnsupportedError` if a class would get two different cells. The last rank also raises it if the fewest or the
+        most bytes that a rank holds differ from those on the first number of ranks.
         """
         rank, ranks = plan.rank, plan.problem.world_size
         steps, groups = self.steps_of(ranks), ranks // self.group

@@ -120,7 +120,7 @@ def moved_s(nbytes: float, cluster: Cluster) -> float:
 
 
 def packing_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Return the seconds that a step packs before its messages can be sent."""
+    """Return the seconds of packing in a step, before its messages can be sent."""
     return moved_s(sum(_packed(plan, pack) for pack in step.packs), cluster)
 
 

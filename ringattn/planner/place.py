@@ -302,7 +302,10 @@ Cuts = dict[tuple[object, ...], list[tuple[TokenRange, TokenRange]]]
 
 
 def _cut(tile: Tile, q: tuple[HeadRows, int], k: tuple[HeadRows, int], cuts: Cuts) -> Iterator[Tile]:
-    """Yield the tile on packed rows: one tile for each pair of a query range and a key range that hold parts of it."""
+    """Yield the tile on packed rows: one tile for each pair of a query range and a key range that hold parts of it.
+
+    `q`, `k`: the parts of the buffers that hold the tile's queries and keys, each with its first row in the buffer.
+    """
     (q_part, q_start), (k_part, k_start) = q, k
     key = tile.q, tile.k, tile.band, q_part.rows, k_part.rows
     if key not in cuts:

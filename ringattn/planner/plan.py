@@ -143,7 +143,7 @@ class OwnSums(StrEnum):
 
     ZEROED = "zeroed"
     UNSET = "unset"
-    """The first work on each row sets it."""
+    """The accumulators are uninitialized: the first work on each row overwrites it."""
     NONE = "none"
     """There are no accumulators: the first work on each row is also the last, and writes the result."""
 

@@ -263,7 +263,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code compiled, and observe the operators that it calls."""
+        """Tell torch to switch this mode off while it compiles, and on again while the compiled code runs (True)."""
         return True
 
     def __torch_dispatch__(

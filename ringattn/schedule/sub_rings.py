@@ -1,7 +1,8 @@
 """Sub-rings: a separate ring for each segment of each kind of branch, among the ranks that hold tokens of the segment.
 
-All segments of a branch run concurrently, and no rank relays rows of another segment. (A ring over all ranks would send
-keys through ranks that do not read them.) A row that several branches need is sent once for each branch.
+Branches that differ only in heads or offset are of the same kind. All segments of a branch run concurrently, and no
+rank relays rows of another segment. (A ring over all ranks would send keys through ranks that do not read them.) A row
+that several kinds of branches need is sent once for each kind.
        ranks       0   1   2   3   4   5
        segments    [---0---] [---1---]
        sub-rings   0>1>2>0   3>4>5>3

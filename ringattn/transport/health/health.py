@@ -34,8 +34,7 @@ SHARE_S = 0.6
 SHORTEST_S = 1.6
 LOSS_S = PUBLISH_S + 2 * INTERVAL_S
 """How much longer a rank waits for the cause of a living peer whose connection broke. A peer that reaches its deadline
-closes its connections first, then explains the failure, which takes as long as it does here, and then publishes it.
-"""
+closes its connections first, then explains the failure, which takes as long as it does here, and then publishes it."""
 HELD_BACK_S = 5.0
 """The longest delay of heartbeats that is attributed to a link that loses packets."""
 READ_AT_ONCE = 8

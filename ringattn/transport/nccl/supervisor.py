@@ -299,8 +299,7 @@ KEPT = 8192
 """The number of calls that a rank remembers."""
 BACK = (0, 1, 2, 3, 5, 8, 16, 64, 256, 1024, 4096)
 """The distances of the earlier calls that a heartbeat reports, besides the first: enough to compare ranks that are any
-number of calls apart.
-"""
+number of calls apart."""
 WORDS = 120
 
 
@@ -310,8 +309,7 @@ GRADIENTS_DIFFER = (
 )
 CHAIN, CALL = 16, 20
 """Offsets in the hexadecimal digits of a call in a heartbeat: the chain ends at the first, a digest of the call itself
-at the second, and a chain of needed gradients follows.
-"""
+at the second, and a chain of needed gradients follows."""
 
 
 class CallHistory:
