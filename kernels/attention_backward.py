@@ -68,7 +68,11 @@ def _with_bias(
     s, raw, factor, alibi, steps, index,
     OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Return (t, rest) of `biased` for s = `raw` * `factor`; with RAW the bias is added before the multiplication."""
+    """Add ALiBi to the scores `s` = `raw` * `factor`: return (t, rest), whose sum is the biased score; see `biased`.
+
+    `alibi`: the slope and the place, `steps`: the distances, as `biased` takes them. With RAW the bias is added before
+    the multiplication by `factor`.
+    """
     if RAW:
         s, rest = biased(raw, alibi[0], alibi[1], steps, index, OWN, OTHER, KEYS_OWN)
         s, rest = s * factor, rest * factor
@@ -97,7 +101,9 @@ def _add_q(
 ):  # fmt: skip
     """Return `dq_rows`, before scaling, after key block `n_block` of an entry of `count` rows.
 
-    `edge`: the block is at an edge of the band and needs the mask.
+    `k_source`, `v_source`: the entry's rows, as `read_block` takes them. `peaks`: the base-2 lse of each query. `edge`:
+    the block is at an edge of the band and needs the mask. `bias`, `steps`: for ALiBi, see `_with_bias`; `draw`: for
+    dropout, see `dropped`; None without it. `more`: the factor of the weights that dropout keeps.
     """
     k_rows = read_block(k_source, n_block, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
     # Recompute the scores: storing those of a whole pass would need rows x keys of memory.
@@ -260,7 +266,9 @@ def _add_kv(
 ):  # fmt: skip
     """Return (`dk_rows` before scaling, `dv_rows`) after query block `m_block` of an entry of `count` rows.
 
-    Scores are (keys, queries). Without EDGE, every row of the block sees every key, so no row is past the end.
+    The sources are those of the entry's rows of q and dout (see `read_block`) and of lse, delta and dQ (see
+    `_numbers_at`). Scores are (keys, queries). Without EDGE, every row of the block sees every key, so no row is past
+    the end. `bias`, `draw`, `more`: as for `_add_q`.
     """
     # The entry's rows are queries; `cols` counts them within the entry.
     cols = m_block * BLOCK_M + tl.arange(0, BLOCK_M)

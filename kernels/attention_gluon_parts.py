@@ -137,7 +137,7 @@ def taken(counter, total):
 
 @gluon.jit
 def hand_over(item, turn, handed, WARPS: gl.constexpr):
-    """Pass the `turn`-th item to the consumers."""
+    """Pass the `turn`-th item to the consumers. `handed`: the buffers and barriers that `hand` returned."""
     items, full, empty = handed
     slot, parity = slot_of(turn, PLACES)
     mbarrier.wait(empty.index(slot), parity ^ 1)
@@ -147,7 +147,7 @@ def hand_over(item, turn, handed, WARPS: gl.constexpr):
 
 @gluon.jit
 def received(turn, handed, WARPS: gl.constexpr):
-    """Return the `turn`-th item that the producer passes."""
+    """Return the `turn`-th item that the producer passes. `handed`: the buffers and barriers that `hand` returned."""
     items, full, empty = handed
     slot, parity = slot_of(turn, PLACES)
     mbarrier.wait(full.index(slot), parity)

@@ -44,8 +44,10 @@ def load_rows(base, offsets, live, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def rows_of(base, stride, run, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, DESCRIBED: tl.constexpr):
-    """Return the source of a run of rows for `read_block`: a descriptor, or the first row and the distance of rows."""
-    # `run` is (first row, row stride, rows) of a tensor whose rows are `stride` elements apart.
+    """Return the source of a run of rows for `read_block`: a descriptor, or the first row and the distance of rows.
+
+    `run`: (first row, row stride, rows), in a tensor whose rows are `stride` elements apart.
+    """
     # Use 64 bits from here on: row times stride exceeds int32 for long sequences.
     first = base + run[0].to(tl.int64) * stride
     step = run[1].to(tl.int64) * stride

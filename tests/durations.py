@@ -18,7 +18,9 @@ from tests.unchanged import GROUPS
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix(".json")
 Durations = dict[str, dict[str, float]]
-"""By run, then by file: tests of "quick" and "slow" share the cores; those of "quick-alone" and "slow-alone" do not."""
+"""For each run, the core seconds of each file. Tests of "quick" and "slow" share the cores; those of "quick-alone" and
+"slow-alone" do not.
+"""
 BUDGET_CORE_S = 760.0
 """For all of `make test` except ruff and mypy, which take 60: under eight minutes on two cores."""
 UNKNOWN_S = 10.0

@@ -16,7 +16,7 @@ TOKENS, RANKS, DEADLINE_S = 12, 3, 20.0
 X = torch.randn(1, TOKENS, 4, 8, generator=torch.Generator().manual_seed(1))
 
 Change = Callable[[Ring, dict[str, Any]], None]
-"""Makes the arguments of a good call bad, in place."""
+"""A function that makes the arguments of a valid call invalid, in place."""
 
 
 def good_call(ring: Ring) -> dict[str, Any]:

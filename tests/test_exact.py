@@ -39,7 +39,7 @@ MASKS = {
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
 }
 SEVERAL = ("causal-chunks", "prefix", "global")
-"""Masks of parts of documents; engines receive ordinary tiles for them."""
+"""Masks of parts of documents. Engines receive ordinary tiles for them, so only slow float32 tests use them."""
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
 GRID = [
     (mask, layout)

@@ -151,7 +151,12 @@ def test_the_worked_example_of_an_option_is_exact(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_else_lists_the_options_of_the_softmax() -> None:
-    """Only the declaration lists the options; engines and kernels compute them, and adapters and commands pass them."""
+    """Few files name an option of the softmax: its declaration, and the code that computes or passes it.
+
+    `softcap` and `alibi_slopes` stand for all options. Apart from engines, kernels, adapters, commands and benchmarks,
+    only four files may name them. Two of the adapters do not name `softcap`, and the operator's schema has every
+    option.
+    """
     computing = ("engine/", "adapters/", "kernels/", "launch/", "bench/")
     for name in ("softcap", "alibi_slopes"):
         files = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if _names(path, name)]

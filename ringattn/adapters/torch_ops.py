@@ -97,7 +97,8 @@ def ring_attention(
 
     Code is recompiled for a second sequence, mask or dropout_seed that is passed as an argument. Without these
     arguments, it is not recompiled for another active sequence (or its mask) with the same number of local tokens.
-    The options sinks and alibi_slopes may be DTensors that are sharded by head, Shard(0). alibi_slopes must be a tensor.
+    The options sinks and alibi_slopes may be DTensors that are sharded by head, Shard(0). Unlike in `Ring.attention`,
+    alibi_slopes must be a tensor.
 
     Args:
         q: Queries, this rank's shard, or a DTensor of it with sharded heads.

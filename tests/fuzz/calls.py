@@ -39,7 +39,7 @@ def on_rank(ring: ringattn.Ring, case: Case) -> list[CallResult]:
 
 
 def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequence:
-    """Create the sequence. With `cut_later`, `with_documents` adds the documents afterwards."""
+    """Create the sequence that `seq` describes. With `cut_later`, `with_documents` adds the documents afterwards."""
     if cut_later:
         whole = ring.sequence(seq["length"], layout=seq["layout"], for_=seq["for_"])
         return whole.with_documents(seq["documents"])
@@ -58,7 +58,10 @@ def placed_for(seq: Case) -> str:
 
 
 def owned(seq: Case, ranks: int) -> list[Tensor]:
-    """Return the positions of each rank as the reference defines them; the library defines those of `documents`."""
+    """Return the positions of each rank, as the reference defines them.
+
+    The reference has no layout `documents`, so for this layout the positions are those of the library.
+    """
     if seq["layout"] == "documents" and seq["documents"] is not None:
         cuts = tuple(seq["documents"])
         layout = make_layout("documents", cuts[-1], ranks, cuts, at_once=placed_for(seq) == "all_gather")

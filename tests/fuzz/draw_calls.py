@@ -140,7 +140,7 @@ def branches(r: Random, call: Case) -> Case:
 
 
 def _maybe_bad(r: Random, call: Case) -> None:
-    """Set an option that every rank must refuse, in few calls."""
+    """In a few calls, set an option that every rank must refuse."""
     if not maybe(r, 0.02):
         return
     bad: list[Case] = [

@@ -23,7 +23,7 @@ ROUNDOFF = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16":
 SMALLEST = {"float64": 0.0, "float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
 """The distance between neighbouring numbers below the smallest normal number."""
 ROUNDINGS = 4.0
-"""Roundings of P, of out inside delta, of dS, and of the result."""
+"""The number of roundings of a product: of P, of out inside delta, of dS, and of the result."""
 USUAL_SCORE = 5.0
 
 
@@ -158,7 +158,11 @@ def expected(case: Case, refused: list[bool]) -> list[Results | None]:
 
 
 def _results(case: Case, call: _Call, calls: list[Any], again: bool) -> Results:
-    """Return the values with their tolerances. Gradients of shared leaves belong to the call that created them."""
+    """Return the values of a call with their tolerances.
+
+    Gradients of shared leaves belong to the call that created them. `again`: whether the backward passes run twice, so
+    that the gradients double.
+    """
     values = dict(zip(("out", "lse"), call.kept, strict=True))
     if not call.call.get("share"):
         values |= {f"d{name}": x.grad for name, x in zip("qkv", call.leaves, strict=True) if x.grad is not None}

@@ -87,7 +87,10 @@ SPREAD = 4
 
 
 def unit(case: Case) -> float:
-    """Return the relative error of one rounding in the case's dtype or autocast, or that of kernels if it is larger."""
+    """Return the relative error that a stage may have.
+
+    It is one rounding in half precision (of the case's dtype or of its autocast), otherwise the kernels' tolerance.
+    """
     rounding = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}[case["dtype"]]
     if case["autocast"] and case["dtype"] != "float64":
         rounding = max(rounding, 2.0**-8 if case["autocast"] == "bfloat16" else 2.0**-11)

@@ -1,8 +1,9 @@
 """Random functions of flex_attention: masks and biases with holes, over values that change between two calls.
 
-Each result is compared with dense float64 attention, whose mask and bias come from calling the function itself on all
-positions. A function with a hole must be refused, or the result must be exact. Without a hole no refusal is allowed.
-Each seed defines a case; RINGATTN_FUZZ_SEED is the first seed.
+A hole is a small rectangle of pairs that the mask excludes, or to which the bias adds 0.5. Each result is compared with
+dense float64 attention, whose mask and bias come from calling the function itself on all positions. A function with a
+hole must be refused, or the result must be exact. Without a hole no refusal is allowed. Each seed defines a case;
+RINGATTN_FUZZ_SEED is the first seed.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def verdicts(record: Record) -> set[str]:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "PhimoeForCausalLM"])
 def test_an_exact_class(name: str) -> None:
-    """A class is exact, also PhiMoE, whose routers draw random numbers in training: it is compared in evaluation."""
+    """A class is exact. PhiMoE is compared in evaluation mode, because its routers draw random numbers in training."""
     record = record_of(name)
     assert record["verdict"] == "exact"
     assert verdicts(record) == {"exact", "refused"}
@@ -87,7 +87,7 @@ def test_a_refused_class(name: str, reason: str, verdicts_: set[str]) -> None:
     ],
 )
 def test_a_kind_of_layer_missing_from_the_default_configuration(name: str, kind: str, monkeypatch: Any) -> None:
-    """With one such layer, a class that is exact without it is either refused or still exact."""
+    """A class whose default model is exact is still exact, or refused, if the model has a layer of another kind."""
     monkeypatch.setattr(cases, "cases_of", lambda *arguments: cases_of(*arguments)[:1])
     monkeypatch.setattr(
         tiny, "other_kinds", lambda model: [extra for extra in other_kinds(model) if extra.kind == kind]

@@ -27,9 +27,9 @@ Finds = Callable[..., None]
 
 @pytest.fixture
 def finds(monkeypatch: pytest.MonkeyPatch) -> Finds:
-    """Return a check that one of the first `most` cases of a kind fails with `pattern`.
+    """Return a function that checks that the fuzzer finds the patched fault.
 
-    Without the fault, this case must not fail.
+    One of the first `most` cases of a kind must fail with `pattern`. After the patches are undone, this case must hold.
     """
 
     def check(

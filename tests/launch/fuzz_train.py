@@ -222,7 +222,7 @@ def spoiled(step: int, rank: int, value: float, what: str) -> Iterator[None]:
 
 @contextmanager
 def full_disk(save: int, limit_bytes: int) -> Iterator[None]:
-    """Limit the size of every file to `limit_bytes` during save number `save` (from 1), so that writes may fail."""
+    """Limit the size of every file to `limit_bytes` during save number `save` (from 1), as if the disk were full."""
     original, calls = checkpoints.Checkpoints.save, 0
 
     def limited(*arguments: Any) -> None:

@@ -80,7 +80,7 @@ def _timed(median_ms: float, noise: random.Random) -> Record:
 
 
 def quiet(line: Record) -> Record:
-    """Return the record with equal samples of a pass: its percentiles are the sum of the medians."""
+    """Return the record without noise in `pass_ms`: every percentile is the sum of the two passes' medians."""
     if line["status"] != "ok":
         return line
     total = line["forward_ms"]["median"] + line["backward_ms"]["median"]

@@ -163,7 +163,7 @@ def test_wrong_options_are_refused_before_measuring(tmp_path: Path, monkeypatch:
 
 
 def test_options_are_parsed_as_by_hydra() -> None:
-    """`calibrate` must run without Hydra, and accept the syntax of the other commands."""
+    """Options have the same syntax without Hydra as with it: `calibrate` must run without Hydra."""
     for arguments in (
         ["ranks=3", "dtype=bf16", "rounds=2"],
         ["dtype=null", "out='with a blank.json'"],

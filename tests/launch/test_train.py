@@ -142,7 +142,7 @@ def test_ranks_end_when_their_torchrun_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_process_ends_with_its_parent(kernel: bool) -> None:
-    """A process ends with its parent, if the kernel sends the signal and if the process polls its parent.
+    """A process ends with its parent, both by the kernel's signal and, without this signal, by polling its parent.
 
     A process whose parent has already gone ends at once.
     """

@@ -37,7 +37,9 @@ PROFILES: tuple[dict[str, int], ...] = (
     {"kv_heads": 2}, {"kv_heads": 4}, {"kv_heads": 2, "every": 1}, {"kv_heads": 4, "every": 1},
     {"kv_heads": 4, "layers": 4}, {"kv_heads": 4, "head_dim": 16, "hidden": 64},
 )  # fmt: skip
-"""Tried one after the other until a model runs. `every`: also set fields that are None."""
+"""The sizes to build a model with, tried one after the other until a model runs. `every`: also set fields that are
+None.
+"""
 
 
 KINDS = {
@@ -53,7 +55,7 @@ class LayerKind(NamedTuple):
     """A kind of layer; `build` adds one layer of this kind to a model's usual layers."""
 
     config: str
-    """The name of the configuration class that lists it."""
+    """The name of the configuration class that has the field."""
     field: str
     kind: str
 
