@@ -208,9 +208,10 @@ class _LocalBytes:
         self.dk, self.dv = keys * problem.head_dim, keys * problem.value_dim
 
     def rounded(self, nbytes: int) -> int:
-        """Return the bytes of a copy in the input dtype of a tensor with `nbytes` bytes in the accumulator dtype.
+        """Return the bytes of a tensor's copy in the inputs' dtype.
 
-        The result is 0 if the dtypes are equal, because no copy exists then.
+        `nbytes` is the size of the tensor in the accumulator dtype. If the two dtypes are equal, there is no copy, and
+        the result is 0.
         """
         return 0 if self.item == self.half else nbytes * self.half // self.item
 

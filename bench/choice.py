@@ -36,7 +36,7 @@ GOOD_SHARE = 0.9
 BAR = 0.10
 """The largest allowed median error of a pass's predicted time."""
 FORWARD_FLOPS = 8e9, 6e10
-"""Minimum and maximum of a drawn call: long enough to time, short enough to repeat."""
+"""The fewest and the most FLOPs of a drawn call: long enough to time, short enough to repeat."""
 
 
 @dataclass(frozen=True)

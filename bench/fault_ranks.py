@@ -72,9 +72,10 @@ class Seat:
 
 @dataclass
 class Answer:
-    """The end of a rank. `kind` is "right" if all its results were right, else the class name of its error.
+    """A rank's report of how it ended.
 
-    Times are those of the monotonic clock.
+    `kind` is "right" if all its results were right, else the class name of its error. Times are those of the monotonic
+    clock.
     """
 
     kind: str = "right"

@@ -49,9 +49,11 @@ NAMED, PROMPT, DIFFER, RIGHT, CHILD, LINK, SLOW_LINK = (
     "named", "named at once", "refused on all ranks", "right", "right, and the child is refused",
     "the other host is lost", "right or lost",
 )  # fmt: skip
-"""What must follow a fault. `NAMED`: every other rank raises and names the guilty rank, within the deadline plus
-`GRACE_S`. `PROMPT`: the same within `GRACE_S`. `DIFFER`: every rank refuses the call. `RIGHT`: all results are right.
-`LINK`: every rank raises in time and blames no rank of its own host. `SLOW_LINK`: right, or as for `LINK`."""
+"""The outcomes that faults require. `NAMED`: every other rank raises and names the guilty rank, within the deadline
+plus `GRACE_S`. `PROMPT`: the same within `GRACE_S`. `DIFFER`: every rank refuses the call. `RIGHT`: all results are
+right. `CHILD`: the same, and the forked child's use of the ring is refused. `LINK`: every rank raises in time and
+blames no rank of its own host. `SLOW_LINK`: as `RIGHT` or as `LINK`.
+"""
 
 
 def _faults() -> list[Fault]:

@@ -177,7 +177,10 @@ def address(node: int, place: int) -> str:
 
 
 class RailedNodes:
-    """Two nodes of `places` ranks each, with a rail for each pair of peers, as a context manager. It needs root."""
+    """Two nodes of `places` ranks each, as a context manager. It needs root.
+
+    A rail, a link of limited rate, joins each rank with the rank at the same place of the other node.
+    """
 
     _numbers = itertools.count()
 

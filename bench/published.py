@@ -33,7 +33,8 @@ NEAR = 0.15
 class Row(NamedTuple):
     """One published figure and its prediction.
 
-    `lead` is the number of the point to which it belongs. Points are ordered by how well they separate hypotheses.
+    `lead` is the number of the point in `LEADS` to which the figure belongs. The ten points are sets of figures; those
+    that separate hypotheses best come first.
     """
 
     lead: int

@@ -150,7 +150,10 @@ def _blocks(listing: str) -> list[_Block]:
 
 
 def _after(part: Sequence[Instruction], index: int, starts: dict[str, int], count: int) -> list[int]:
-    """Return the blocks that may follow a block."""
+    """Return the indices of the blocks that may follow the block number `index` of `count`.
+
+    `part` has the instructions of the block. `starts` has the index of the block at each label.
+    """
     following = [index + 1] if index + 1 < count else []
     if not part:
         return following
@@ -204,7 +207,10 @@ def _dominators(blocks: Sequence[_Block]) -> list[set[int]]:
 
 
 def _reaching(blocks: Sequence[_Block], above: Sequence[set[int]], last: int, head: int) -> set[int]:
-    """Return the blocks of a loop: `head`, `last`, and all from which `last` can be reached without passing `head`."""
+    """Return the blocks of a loop: `head`, `last`, and all from which `last` can be reached without passing `head`.
+
+    `above` has the dominators of each block; a block without any is unreachable and is left out.
+    """
     reaching, pending = {head, last}, [last]
     before: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):

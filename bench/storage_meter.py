@@ -33,7 +33,7 @@ class StorageMeter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, which keeps compiled code compiled.
+        """Tell torch to switch this mode off while it compiles (True), so that compiled code stays compiled.
 
         Otherwise, overlapping meters of two threads would leave a flag of torch set permanently.
         """

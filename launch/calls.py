@@ -78,7 +78,9 @@ class CallConfig:
 
 
 KINDS = {"float": float, "float | None": float | None, "int | None": int | None}
-"""The types of keys by the types of softmax options; tensors are given as lists of numbers."""
+"""The type of a command's key for each type of a softmax option. Options of other types, which are tensors, are given
+as lists of numbers.
+"""
 SOFTMAX = [field for field in fields(AttentionOptions) if field.name not in ("causal", "window", "mask", "schedule")]
 SoftmaxKeys: Any = make_dataclass(
     "SoftmaxKeys",

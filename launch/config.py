@@ -52,7 +52,7 @@ FLAGS = (*VALUED, *MODES, "--resolve", "--hydra-help", "--version")
 USER_CONFIGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 NO_FLAG = "no such flag; write options as key=value, --hydra-help lists Hydra's flags"
 PLUGINS = {"submitit": "'ringattn[slurm]'", "joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}
-"""The package of the launchers and sweepers whose names begin with each key."""
+"""The package to install for each family of Hydra's launchers and sweepers, by the beginning of their names."""
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """If this variable is 1, Hydra raises errors instead of printing them."""
 

@@ -58,8 +58,9 @@ class Meeting(NamedTuple):
     port: int
     run_id: str
     open_store: Callable[[], object]
-    """Host the store, if there is a single node. Call it after the ranks are started, because it imports torch, which
-    is slow. With several nodes it does nothing: the store is already open."""
+    """A function that hosts the store, if there is a single node. Call it after the ranks are started, because it
+    imports torch, which is slow. With several nodes it does nothing: the store is already open.
+    """
 
 
 @contextmanager

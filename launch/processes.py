@@ -32,8 +32,9 @@ REPORT_S = 3.0
 GRACE_S = 10.0
 """How long a rank may take to end after SIGTERM."""
 SOON_S = 0.5
-"""The same after the launcher receives Ctrl-C or SIGTERM. It is short because the user waits, but long enough for ranks
-to write flight records."""
+"""How long a rank may take to end after SIGTERM if the launcher has received Ctrl-C or SIGTERM itself. It is short
+because the user waits, but long enough for ranks to write flight records.
+"""
 
 
 class RankProcesses:

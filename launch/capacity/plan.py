@@ -487,13 +487,13 @@ SWITCHES = (
     Switch("offload", "optimizer", "run the optimizer on the host"),
     Switch("offload", "parameters", "keep weights on the host, fetched layer by layer"),
 )
-"""Settings that change the arithmetic only by rounding."""
+"""Settings that advice may turn on. They change results only by rounding."""
 
 ROUNDING = (
     Switch("optimizer", "adamw8bit", "optimizer state in eight bits"),
     Switch("saved_activations", "int8", "saved activations in eight bits"),
 )
-"""Settings that change the arithmetic, so they are listed but never turned on."""
+"""Settings that store data in eight bits and so change results by more. They are listed, but never turned on."""
 
 ORDER: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
@@ -508,7 +508,7 @@ class Advice(NamedTuple):
     """A suggested setting and its effect after all settings suggested before it.
 
     `saves_bytes` is the saving per rank, and `total_bytes` the memory that the rank then needs. `time_factor` is the
-    time of a step with these settings divided by the time without any of them.
+    time of a step with this and all earlier settings, divided by the time without any of them.
     """
 
     switch: Switch

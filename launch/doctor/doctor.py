@@ -134,7 +134,8 @@ def _exchange_s(ring: Ring, nbytes: int, repeats: int, after: int | None, before
 def _pairs(ring: Ring, large_s: float | None) -> list[dict[str, Any]]:
     """Measure messages between pairs of ranks: for each class of link, and between neighboring nodes.
 
-    The lower rank of a pair returns the figures.
+    `large_s` is the time of a large message on this rank; None if it was not measured. The lower rank of a pair returns
+    the figures.
     """
     if ring.links is None or large_s is None:
         return []

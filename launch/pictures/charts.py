@@ -409,7 +409,10 @@ def _draw_rank(
 def _draw_spans(
     ax: Axes, spans: Sequence[Span], later_us: float, top: float, lane: float, strong: bool, numbered_us: float
 ) -> None:
-    """Draw the work as bars of height `lane` from `top` on, and the messages below it."""
+    """Draw the work as bars of height `lane` from `top` on, and the messages below it, `later_us` to the right.
+
+    If `strong` is False, the bars are faint. Attention that lasts `numbered_us` or longer is labelled with its step.
+    """
     alpha = 1.0 if strong else FAINT
 
     def draw_bars(intervals: list[tuple[float, float]], y: float, color: str, hatch: str | None = None) -> None:

@@ -263,7 +263,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch to switch this mode off while it compiles, and on again while the compiled code runs (True)."""
+        """Tell torch to switch this mode off only while it compiles (True), so that compiled code stays compiled."""
         return True
 
     def __torch_dispatch__(
