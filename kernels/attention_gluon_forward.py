@@ -73,7 +73,10 @@ def _weighed(
 
 @gluon.jit
 def earlier(state, own_rows, own_out, DIM: gl.constexpr, o_layout: gl.constexpr):
-    """Return (acc, peak, weight) of a block's rows: the stored state, or the state over no key if the pass begins."""
+    """Return (acc, peak, weight) of a block's rows: the stored state, or the state over no key if the pass begins.
+
+    `own_rows`, `own_out`: the rows, counted within the block, in the layout of the logits and in that of the output.
+    """
     out, lse, sinks, out_strides, lse_strides, block, batch, head, live = state
     begins, _ = ends_of(block)
     # A FIRST block has no earlier state: it starts with lse = -inf, or with the sink.
@@ -121,7 +124,7 @@ def _update(
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, RAW_PEAK: gl.constexpr,
     s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Do the attention update for key block `turn` of this program, which is block `n_block` of the entry.
+    """Do the attention update for block `n_block` of the entry, the key block number `turn` of this program.
 
     This update adds the values of the block before, whose weights are `p`. The next update adds this block's values.
     """
@@ -152,7 +155,10 @@ def attend(
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_PEAK: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Return the state after the entries, of which there is at least one, and the turn of the next key block."""
+    """Return (acc, peak, weight, turn) after entries first .. last - 1, of which there is at least one.
+
+    `turn`: the number of key blocks that this program has processed. The returned number includes those of this call.
+    """
     _, q_empty, _, _, v_full, v_empty = barriers
     start, full, full_end, _ = visits(entries + first * ENTRY_COLUMNS)
     acc, p, peak, weight = _open(
@@ -192,7 +198,9 @@ def attend(
 
 
 Q_SLOTS = gl.constexpr(2)
-"""The buffers for Q: a consumer that is done with a block of queries can begin the next without the other."""
+"""The number of buffers for Q. With two, a consumer that is done with a block of queries can begin the next block while
+the other consumer still reads the first.
+"""
 TO_L2 = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 PIECE = gl.constexpr(64)
 """The smallest number of bytes that L2 loads from memory at once."""

@@ -85,7 +85,7 @@ def _engine(ring: ringattn.Ring, dtype: str) -> Engine:
 
 
 def _jobs(ring: ringattn.Ring) -> int:
-    """Return the threads per rank that give all ranks together two threads per processor."""
+    """Return the threads per rank in the measurement "crowd": all ranks together have two threads per processor."""
     return -(-2 * len(os.sched_getaffinity(0)) // ring.world_size)
 
 

@@ -280,7 +280,7 @@ class Filling:
         return _last_true(last, lambda index: self._fits(self.items[index], over), -1)
 
     def _keep(self, item: Item, lo: int, hi: int) -> None:
-        """Take tokens lo .. hi - 1 of an item."""
+        """Give the rank tokens lo .. hi - 1 of an item."""
         if hi > lo:
             pairs = causal_pairs(lo, hi)
             self.pieces.append((item.start + lo, item.start + hi))
@@ -288,7 +288,7 @@ class Filling:
             self.tokens, self.pairs, self.taken = self.tokens - hi + lo, self.pairs - pairs, self.taken + pairs
 
     def _keep_ends(self, item: Item, first: int, last: int) -> None:
-        """Take first and last tokens of an item, and put the rest of it back."""
+        """Give the rank `first` tokens at the start of an item and `last` at its end. Put the rest of the item back."""
         lo, hi = item.lo + first, item.hi - last
         self._keep(item, item.lo, lo)
         self._keep(item, hi, item.hi)
@@ -612,7 +612,7 @@ class Search:
         return best_found
 
     def changed(self, current: Owners, draw: Callable[[], float]) -> Owners:
-        """Return an assignment with one random change.
+        """Return an assignment with one random change. `draw` returns a random number in [0, 1).
 
         A rank takes another end, a document moves to another rank, or two documents, mostly of similar length, swap.
         """

@@ -291,7 +291,10 @@ class AtenEngine(Accumulating):
         factors: Scaling,
         begins: bool,
     ) -> None:
-        """Accumulate a rectangle. A separate method, so that its tensors are freed before the next rectangle."""
+        """Accumulate a rectangle. A separate method, so that its tensors are freed before the next rectangle.
+
+        `begins`: whether to overwrite the state of the rectangle's rows, instead of merging with it.
+        """
         out, lse, rectangle = state.out.carried, state.lse, views.rectangle
         assert out is not None
         # Flash attention computes a rectangle with fewer keys than the op needs.

@@ -375,7 +375,10 @@ def _sorted(blocks: Ints, entries: Ints, block: Ints, visits: Ints, unseen: bool
 
 
 def _products(blocks: Ints, entries: Ints) -> tuple[Ints, ...]:
-    """Return the largest rows and banded distances that a kernel computes for each block and entry."""
+    """Return numbers that bound what a kernel computes from each block and entry: its rows and its banded distances.
+
+    They are compared with the limit of int32.
+    """
     first_row, stride, rows = blocks.T[[BlockColumn.FIRST_ROW, BlockColumn.ROW_STRIDE, BlockColumn.ROWS]]
     other_row, other_stride, other_rows = entries.T[[EntryColumn.FIRST_ROW, EntryColumn.ROW_STRIDE, EntryColumn.ROWS]]
     own_reach = entries[:, EntryColumn.OWN_STEP] * rows.max(initial=0)
@@ -436,7 +439,7 @@ def _head_range(blocks: Ints) -> tuple[Ints, Ints]:
 
 
 def _heads(blocks: Ints, borders: Sequence[int]) -> Ints:
-    """Return, for each block, how many pieces of heads between borders it has."""
+    """Return, for each block, into how many pieces the borders cut its heads."""
     first, end = _head_range(blocks)
     return np.searchsorted(borders, end) - np.searchsorted(borders, first)
 

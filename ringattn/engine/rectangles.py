@@ -305,7 +305,10 @@ def finish(sums: KV, result: KV | None, pieces: Iterable[Piece]) -> None:
 
 
 def temporary_sums_bytes(pieces: Iterable[Piece], visit: Visit, sizes: Sizes) -> int:
-    """Return the bytes of the temporary sums of a step that is both the first and the last on its rows."""
+    """Return the bytes of the temporary sums of dK and dV, for a step that is both the first and the last on its rows.
+
+    The sums have the accumulator's dtype. `pieces`: the step's pieces of keys.
+    """
     if not (visit.overwrite and visit.last and narrower(sizes.dtype)):
         return 0
     rows, heads = _extent(pieces)

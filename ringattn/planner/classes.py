@@ -109,7 +109,10 @@ ClassKey = tuple[int, ...]
 
 @dataclass
 class _LearnedCell:
-    """The cell of a class. `sends`: for each message the targets that fit all cells learned so far, and its bytes."""
+    """What the cells of a class have in common, as far as it has been learned.
+
+    `sends`: for each message the targets that fit all cells seen so far, and the message's bytes.
+    """
 
     packing_s: float
     work_s: float

@@ -72,7 +72,10 @@ class _Machine:
         self._ends: list[tuple[float, int, Callable[[float], None]]] = []
 
     def start(self, now_s: float, work_s: float, order: int, done: Callable[[float], None]) -> None:
-        """Start a job of `work_s`; call `done(time)` at its end."""
+        """Start a job of `work_s` at `now_s`; call `done(time)` at its end.
+
+        `order` is unique: of two jobs that end together, the one with the smaller `order` ends first.
+        """
         self.advance(now_s)
         heapq.heappush(self._ends, (self._done_s + work_s, order, done))
 

@@ -273,7 +273,10 @@ class Executor:
         self._bound = None
 
     def _read(self, place: BufferRef, item: AttendOp, row: int, step: int) -> KV:
-        """Return the keys and values of an attention update. The rows of a fused buffer hold all heads."""
+        """Return K and V of an attention update, or dK and dV: every `step`-th row of `place`, from `row` on.
+
+        The rows of a fused buffer hold all heads.
+        """
         kv = from_row(place.part(item.heads), row, step)
         if item.owner is not None:
             return kv
@@ -516,13 +519,13 @@ def _row_first(x: Tensor) -> Tensor:
 
 
 def _only(records: PackedBuffer) -> Rows:
-    """Return the only value of records with one head."""
+    """Return the value of records that hold a single value with one head, such as queries."""
     ((value,),) = records.parts.values()
     return value
 
 
 def _keys(records: PackedBuffer) -> KV:
-    """Return K and V of records with one head."""
+    """Return K and V of records that hold only these, with one head."""
     ((k, v),) = records.parts.values()
     return KV(k.x, v.x)
 

@@ -219,7 +219,10 @@ class GlooTransport(ProcessTransport):
         self._post(posted, CONTROL_LANE, f" in {label}").wait()
 
     def _post(self, posted: list[_Operation], lane: int, where: str) -> GlooWorkHandle:
-        """Post operations to gloo, which keeps the order for each pair of ranks and direction."""
+        """Post operations to gloo, which keeps the order for each pair of ranks and direction.
+
+        `lane`: the lane of the exchange in the flight record. `where`: the words in errors that name the call, or "".
+        """
         self._check_open()
         if posted:  # otherwise ignore a failure: a rank that fails after its last message does not undo what arrived
             self._check_cause(where)
@@ -266,7 +269,7 @@ class GlooTransport(ProcessTransport):
         handle.flight.state, handle.flight.done_s = DONE, time.time()
 
     def _check_cause(self, where: str) -> None:
-        """End this transport if another rank has published a cause. Raises `PeerLostError`."""
+        """End this transport if another rank has published a cause. Raises `PeerLostError`. `where`: as for `_post`."""
         if (cause := self.health.cause) is not None:
             raise self._failed(PeerLostError(f"rank {self.rank} must stop{where}: {cause}"))
 

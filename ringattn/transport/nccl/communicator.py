@@ -197,7 +197,10 @@ class Communicator:
         self._binding.destroy(handle)
 
     def _settle(self, where: str, status: int, watch: FailureCheck, deadline: Deadline | None = None) -> None:
-        """Wait until NCCL has completed the call. Only then may other work be enqueued on its streams."""
+        """Wait until NCCL has completed a call. Only then may other work be enqueued on its streams.
+
+        `where`: the name of the call in errors. `status`: what the call returned.
+        """
         deadline = deadline or Deadline(self._opening.timeout_s)
         current, handle = status, self.handle
 

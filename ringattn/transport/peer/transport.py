@@ -240,7 +240,10 @@ class Lane:
             group.ring(operation.peer)
 
     def _find(self, send: Operation, number: int, watch: Callable[[], None]) -> int:
-        """Return the address to which this rank writes the message that the peer receives as `number`."""
+        """Return the address to which this rank writes message `number` to the peer.
+
+        Waits until the peer has started to receive the message. `watch` raises if the ring has failed.
+        """
         group = self._group
         log = group.pages[send.peer].log(False, group.rank)
         entry = log.read(number)

@@ -187,7 +187,10 @@ class Service:
             caller.close()
 
     def _serve(self, number: int) -> None:
-        """Answer one request. Close the connection if the caller hung up or does not know this ring's nonce."""
+        """Answer one request. Close the connection if the caller hung up or does not know this ring's nonce.
+
+        `number`: the number of the connection's file descriptor.
+        """
         caller = self._served[number]
         try:
             request = caller.recv(GREETING.size)
