@@ -174,7 +174,10 @@ def blamed(message: str) -> set[int]:
 def judge(
     fault: Fault, where: Where, fault_s: float, answers: dict[int, Answer], timeout_s: float, grace_s: float = GRACE_S
 ) -> list[str]:
-    """Return a sentence for each answer that differs from the outcome that the fault requires."""
+    """Return a sentence for each answer that differs from the outcome that the fault requires.
+
+    `where`: the transport and the hosts of the ranks.
+    """
     complaints = []
     for rank in range(len(where.hosts)):
         complaints += [

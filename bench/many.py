@@ -193,7 +193,7 @@ def _run(
 
 
 def _answer(folder: Path, number: int, ranks: int) -> dict[str, Any] | None:
-    """Return the answer to a case, or None until all ranks have answered or one has failed."""
+    """Return the answer to case `number`, or None until all ranks have answered or one has failed."""
     files = [folder / f"answer-{number}-{rank}.json" for rank in range(ranks)]
     answers = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     failed = next((answer for answer in answers if "failed" in answer), None)

@@ -167,7 +167,7 @@ def _attend(
     dk, dv, turn, first, last, entries, own_rows, scale, k_rows, v_rows, buffers, barriers,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Return (dk before scaling, dv) after the entries, and the turn of the next query block."""
+    """Return (dk before scaling, dv) after entries first .. last - 1, and the turn of the next query block."""
     for index in range(first, last):
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)

@@ -123,7 +123,7 @@ def _attend(
     dq, turn, first, last, entries, own_rows, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
     BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Return dQ before scaling after the entries, and the turn of the next key block."""
+    """Return dQ before scaling after entries first .. last - 1, and the turn of the next key block."""
     for index in range(first, last):
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)

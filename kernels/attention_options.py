@@ -49,7 +49,10 @@ def bias_of(places, index, slopes, head, factor, RAW: tl.constexpr):
 
 @triton.jit
 def steps_of(place, AGAIN: tl.constexpr):
-    """Load an entry's distance of the first rows, own stride and other stride. AGAIN: load again at every call."""
+    """Load an entry's distance of the first rows, own stride and other stride, from its row of `places`.
+
+    `place`: the address of the row. AGAIN: load again at every call.
+    """
     # A volatile load keeps the derived values out of registers in a loop that has none to spare.
     return tl.load(place, volatile=AGAIN), tl.load(place + 1, volatile=AGAIN), tl.load(place + 2, volatile=AGAIN)
 

@@ -228,6 +228,9 @@ def _appears(store: BoundedStore, key: str, seconds: float) -> bool:
 
 
 def _wait(store: BoundedStore, stem: str, count: int, seconds: float) -> list[int]:
-    """Wait until the store has the key `stem/NODE` of each node. Return the nodes whose key is missing at the end."""
+    """Wait until the store has the key `stem/NODE` of each of `count` nodes.
+
+    Return the nodes whose key is missing at the end.
+    """
     ends = time.monotonic() + seconds
     return [node for node in range(count) if not _appears(store, f"{stem}/{node}", ends - time.monotonic())]

@@ -347,7 +347,10 @@ def check_tensors(
 
 
 def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.device) -> None:
-    """Raise `InputError` unless `sinks` is None or has one number per query head, in a supported dtype."""
+    """Raise `InputError` unless `sinks` is None or has one number per query head, in a supported dtype.
+
+    `where`: the words with which the error begins.
+    """
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or tuple(sinks.shape) != (heads,):
@@ -360,7 +363,10 @@ def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.devi
 
 
 def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise `InputError` if autograd would have to save one of these tensors and cannot: an inference tensor."""
+    """Raise `InputError` if autograd would have to save one of these tensors and cannot: an inference tensor.
+
+    `where`: the words with which the error begins.
+    """
     present = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     if torch.is_grad_enabled() and any(x.requires_grad for x in present.values()):
         for name, x in present.items():

@@ -115,7 +115,10 @@ class ClosedError(RingError):
 
 
 def one_of(name: str, names: Mapping[str, Any] | tuple[str, ...], key: str) -> str:
-    """Return `name` if it is among `names`. Raises `InputError` that suggests the nearest name."""
+    """Return `name` if it is among `names`. Raises `InputError` that suggests the nearest name.
+
+    `key`: the name of the option, for the error.
+    """
     if name in names:
         return name
     near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 1, cutoff=0.3)

@@ -177,7 +177,10 @@ def _leaf(x: Tensor, strided: bool) -> Tensor:
 
 
 def joined(parts: list[Results]) -> Results:
-    """Join the shards of all ranks to whole tensors in token order; sum the gradient of the sinks."""
+    """Join the shards of all ranks to whole tensors in token order; sum the gradient of the sinks.
+
+    `parts`: the results of each rank.
+    """
     results = {}
     for name, rows, dim in (("out", "q", 1), ("lse", "q", 2), ("dq", "q", 1), ("dk", "k", 1), ("dv", "v", 1)):
         shards = torch.cat([part[name] for part in parts], dim)

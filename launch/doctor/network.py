@@ -166,7 +166,11 @@ def named(facts: Network, environment: Mapping[str, str]) -> list[Finding]:
 def _chosen(
     variable: str, environment: Mapping[str, str], present: Sequence[str], usable: Sequence[str], kind: str, why: str
 ) -> list[Finding]:
-    """Check a variable that lists names or prefixes; = marks exact names, and ^ names to leave out."""
+    """Check a variable that lists names or prefixes; = marks exact names, and ^ names to leave out.
+
+    `present`, `usable`: the names of all devices, and of those that work. `kind`: the word for such a device in
+    findings. `why`: why the choice matters.
+    """
     value = environment.get(variable, "")
     if not value:
         return []

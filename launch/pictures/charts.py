@@ -683,7 +683,7 @@ def _draw_pass(ax: Axes, title: str, schedule: Schedule, rows: Sequence[Step], h
 
 
 def _box(ax: Axes, rank: int, y: int, work: Sequence[Work], ranks: int, is_part: bool = False) -> None:
-    """Draw the work of a rank in a step as a box.
+    """Draw the work of a rank in a step as a box, whose center is at height `y`.
 
     If `is_part`, only half of the box is filled, because another step attends to the rest of the block.
     """

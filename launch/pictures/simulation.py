@@ -233,7 +233,7 @@ class Simulator:
         return self._learned[shard, key]
 
     def _reach(self, shard: int) -> int:
-        """Return how many shards away a key in a query's window can be; 0 without a window.
+        """Return how many shards of `shard` tokens away a key in a query's window can be; 0 without a window.
 
         Raises `UnsupportedError` if classes cannot describe the window.
         """

@@ -200,7 +200,10 @@ class Checkpoints:
         return bool(json.loads(self.everyone.all_gather_text(json.dumps(bool(named(self.folder))))[0]))
 
     def _keep_good_ones(self, new: Path) -> None:
-        """Remove the checkpoints older than the last `KEPT` good ones. Damaged checkpoints are not counted."""
+        """Remove the checkpoints older than the last `KEPT` good ones. Damaged checkpoints are not counted.
+
+        `new`: the checkpoint that has just been written.
+        """
         names = json.loads(self.everyone.all_gather_text(json.dumps([path.name for path in named(self.folder)]))[0])
         good = 0
         for path in (self.folder / name for name in names):

@@ -293,7 +293,8 @@ class AtenEngine(Accumulating):
     ) -> None:
         """Accumulate a rectangle. A separate method, so that its tensors are freed before the next rectangle.
 
-        `begins`: whether to overwrite the state of the rectangle's rows, instead of merging with it.
+        `width`: the head dimension of the op, to which operands are padded. `begins`: whether to overwrite the state of
+        the rectangle's rows, instead of merging with it.
         """
         out, lse, rectangle = state.out.carried, state.lse, views.rectangle
         assert out is not None
@@ -370,7 +371,8 @@ class AtenEngine(Accumulating):
     ) -> None:
         """Add the gradients of a rectangle.
 
-        `overwrites`: whether the rectangle overwrites its query rows, and whether it overwrites its key rows.
+        `width`: the head dimension of the op, to which operands are padded. `overwrites`: whether the rectangle
+        overwrites its query rows, and whether it overwrites its key rows.
         """
         into, rectangle = dq.carried, views.rectangle
         assert into is not None

@@ -441,7 +441,11 @@ def prologue_on(problem_of: Callable[[int], Problem], routes: Routes, cluster: C
 
 
 def learned_from(schedule: str, quarter: int, reach: int, group: int) -> tuple[int, ...]:
-    """Return the numbers of ranks that classes are learned from: two, or three for schedules of one step."""
+    """Return the numbers of ranks that classes are learned from: two, or three for schedules of one step.
+
+    `quarter`: the number of groups modulo 4. `reach`: how many shards away the window reaches. `group`: the ranks of a
+    group.
+    """
     route, step = ROUTES[schedule.partition(":")[0]], 4
     if group > 1:
         # Lines cross on a group or between two groups.

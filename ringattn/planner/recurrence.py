@@ -250,7 +250,10 @@ class _Exchange:
 
 
 def _by_kind(far: np.ndarray | bool, nbytes: Times | float) -> list[tuple[bool, Times | float]]:
-    """Split bytes by whether they are sent between nodes."""
+    """Return pairs (between nodes, bytes): which of the bytes are sent inside nodes, and which between them.
+
+    `far`: whether the bytes are sent between nodes; an array has an element for each rank.
+    """
     if isinstance(far, bool):
         return [(far, nbytes)]
     return [(False, np.where(far, 0.0, nbytes)), (True, np.where(far, nbytes, 0.0))]
@@ -264,7 +267,7 @@ def _constants_of(cluster: Cluster, kind: LinkClass) -> tuple[float, float, floa
 
 
 def _rolled(values: np.ndarray, by: int, into: np.ndarray) -> np.ndarray:
-    """Roll values like `np.roll`, into an existing array."""
+    """Roll values by `by` places like `np.roll`, into an existing array."""
     into[by:] = values[: len(values) - by]
     into[:by] = values[len(values) - by :]
     return into

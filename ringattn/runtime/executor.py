@@ -416,7 +416,10 @@ class ForwardArithmetic:
         self.engine.attend(self.q, kv, self.state, work)
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], index: int) -> None:
-        """Update the separate softmax state of received queries. The last of the works also fills OUT."""
+        """Update the separate softmax state of received queries by works[index].
+
+        The last of the works also fills OUT.
+        """
         # Received rows have one head: each (row, head) of a shard is a row here.
         q = _only(received[Kind.Q]).x
         if not index:
@@ -470,7 +473,7 @@ class BackwardArithmetic:
         self.engine.attend_grad(self.q, kv, self.inputs, self.dq, sums, work, result)
 
     def attend_received(self, received: Mapping[Kind, PackedBuffer], works: Sequence[Any], index: int) -> None:
-        """Add to the gradients of received queries, keys and values. The last of the works also fills DQ.
+        """Add the gradients of works[index] to those of received blocks. The last of the works also fills DQ.
 
         The output was not received; delta replaces it, see `BackwardInputs`.
         """
@@ -550,7 +553,7 @@ class PassProfiler:
         self._enter(phase, 0)
 
     def depart(self, number: int, hop: Hop | None) -> WorkHandle | None:
-        """Start the messages of a plan step, if it has any, and mark the beginning of its work."""
+        """Start the messages of plan step `number`, if it has any, and mark the beginning of its work."""
         handle = self._posted = None
         if hop is not None:
             posted = self._enter(POST, number)
@@ -571,7 +574,7 @@ class PassProfiler:
         self._enter(WORK, 0)
 
     def arrive(self, number: int, handle: WorkHandle | None) -> None:
-        """Wait for the messages of a step, if it has any, and mark the beginning of the next step's packing."""
+        """Wait for the messages of step `number`, if it has any, and mark the beginning of the next step's packing."""
         if handle is not None:
             self._enter(WAIT, number)
             handle.wait()
@@ -594,7 +597,10 @@ class PassProfiler:
             self._ranges.leave()
 
     def _enter(self, phase: str, number: int) -> Any:
-        """Begin a phase of a plan step, and so end the previous phase. Return the mark if there is a recording."""
+        """Begin a phase of plan step `number`, and so end the previous phase.
+
+        Return the mark if there is a recording.
+        """
         if self._ranges is not None:
             self._ranges.enter(f"ringattn {self._pass} {describe_phase(self._plan, phase, number)[0]}")
         if self._recording is None:

@@ -128,7 +128,7 @@ def with_exchanges(
 
 
 def _received_work(problem: Problem, number: int, pairs: dict[tuple[int, int], Tables]) -> Iterator[Attend]:
-    """Yield the work of a sub-ring, each head on its owner."""
+    """Yield the work of sub-ring `number`, each head on its owner. `pairs`: the tables of its pairs of ranks."""
     members = sorted({rank for pair in pairs for rank in pair})
     single = SingleHeads(problem, {pair: [table for part_tables in tables.values() for table in part_tables]
                                    for pair, tables in pairs.items()})  # fmt: skip

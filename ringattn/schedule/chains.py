@@ -155,11 +155,11 @@ class Chains(Trees):
         return (-1, self.ranks - up) if self.both_ways and 2 * up > self.ranks else (1, up)
 
     def _length(self, way: int) -> int:
-        """Return the number of readers on a chain."""
+        """Return the number of readers on the chain in direction `way`: 1 is up, -1 down."""
         if not self.both_ways:
             return self.ranks - 1
         return self.ranks // 2 if way > 0 else (self.ranks - 1) // 2
 
     def _chain(self, way: int, first: int, last: int) -> slice:
-        """Return positions `first` to `last` of a chain as distances up the ring."""
+        """Return positions `first` to `last` of the chain in direction `way`, as distances up the ring."""
         return slice(first, last + 1) if way > 0 else slice(self.ranks - first, self.ranks - last - 1, -1)

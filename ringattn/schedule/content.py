@@ -293,7 +293,10 @@ def _layers(q: Pieces, segments: int, ranks: int) -> list[tuple[Ints, Ints]]:
 
 
 def _gaps(first: Ints, end: Ints) -> bool:
-    """Return whether the intervals in any row of the arrays leave a gap. Empty intervals are ignored."""
+    """Return whether the intervals `first` to `end` - 1 in any row of the arrays leave a gap.
+
+    Empty intervals are ignored.
+    """
     order = np.argsort(first, axis=1)
     first, end = (np.take_along_axis(side, order, axis=1) for side in (first, end))
     # Empty intervals begin at EMPTY, so they are last.

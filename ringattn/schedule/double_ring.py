@@ -108,7 +108,7 @@ class GridTrees(Trees):
         return {self._neighbor(rank, *way) for way in ((0, 1), (0, -1), (1, 0), (-1, 0))}
 
     def paced(self, part: Schedule, backward: bool) -> Schedule:
-        """Spread each block for the next round over all steps of the current round."""
+        """Return `part` with each block for the next round spread over all steps of the current round."""
         last, places = self.steps - 1, self.places
 
         def window(step: int) -> range:

@@ -293,7 +293,10 @@ def transpose(schedule: Schedule, deliveries: Iterable[Delivery]) -> Schedule:
 
 
 def owner_sum(part: Block) -> Block:
-    """Return the owner's gradient, to which the partial gradients of all ranks and sub-rings are added."""
+    """Return the owner's gradient, to which the partial gradients of all ranks and sub-rings are added.
+
+    `part`: one of them.
+    """
     return Block(part.kind, part.owner, part.owner if part.kind is Kind.DKV else None)
 
 
@@ -338,7 +341,10 @@ def readers_of(schedule: Schedule) -> dict[Block, list[tuple[int, int, Content]]
 
 
 def _chain(first: tuple[int, Copy], edges: dict[int, list[tuple[int, Copy]]]) -> list[tuple[int, int]]:
-    """Return the receivers of a block in order, each with the step of its copy: 0 -> 1 -> 2 -> 3."""
+    """Return the receivers of a block in order, each with the step of its copy: 0 -> 1 -> 2 -> 3.
+
+    `first`: the step and the copy with which the owner sends the block. `edges`: the steps and copies of each sender.
+    """
     chain, (step, copy) = [], first
     chain.append((step, copy.dst))
     # A relay sends a block at most once, so its edges form a chain.

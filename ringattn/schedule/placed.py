@@ -91,7 +91,7 @@ class Balanced(PlacedRoute):
 def part_of(problem: Problem, name: str, place: Place, rank: int, backward: bool) -> Schedule:
     """Return a rank's part of a pass: the pairs with its queries and the pairs with its keys.
 
-    Step 0 attends to the local keys.
+    `place` says where and in which step a pair is computed. Step 0 attends to the local keys.
     """
     ranks = problem.world_size
     pairs = [(rank, owner, parts) for owner, parts in work_of(problem, rank).items()]
@@ -115,7 +115,7 @@ def steps_of(place: Place, ranks: int) -> int:
 
 
 def _received(q_owner: int, owner: int, tiles: tuple[HeadTiles, ...], step: int) -> Attend:
-    """Return the work of the owner of the keys on received queries."""
+    """Return the work that the owner of the keys does on received queries in `step`."""
     # The number of the step names the sub-ring, because each step copies the local keys into a buffer for its received
     # queries.
     q, kv = Block(Kind.Q, q_owner, ring=step), Block(Kind.KV, owner, ring=step)

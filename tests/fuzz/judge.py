@@ -170,7 +170,10 @@ def _order(case: Case, outcomes: Outcomes) -> None:
 
 
 def joined(case: Case, call: Case, parts: Sequence[calls.CallResult]) -> dict[str, Tensor | None]:
-    """Join the shards of all ranks to whole tensors; sum the gradient of the sinks."""
+    """Join the shards of all ranks to whole tensors; sum the gradient of the sinks.
+
+    `parts`: the results of each rank.
+    """
     whole: dict[str, Tensor | None] = {}
     q_rows = torch.cat(calls.owned(call["seq"], case["ranks"]))
     k_rows = torch.cat(calls.owned(call["kv_seq"] or call["seq"], case["ranks"]))

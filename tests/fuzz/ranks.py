@@ -133,7 +133,10 @@ def _store_at(port: int) -> dist.Store:
 
 
 def _in_process(rank: int, processes: int, port: int, number: int, body: Body, case: Case) -> Any:
-    """Run one rank and return its outcome. Return None in a process that is no rank of the case."""
+    """Run one rank and return its outcome. Return None in a process that is no rank of the case.
+
+    `number`: the number of the case, which separates its keys in the store from those of other cases.
+    """
     if rank >= case["ranks"]:
         return None
     warnings.simplefilter("ignore")

@@ -152,7 +152,10 @@ def dilated_counts(
 
 
 def kept_rows(token_places: Places, heads: tuple[int, int], w: int, r: int, offset: str, layer: int | None) -> Tensor:
-    """Return a mask of the positions that each query head keeps in the segments of a branch, (q heads, tokens)."""
+    """Return a mask of the positions that each query head keeps in the segments of a branch, (q heads, tokens).
+
+    `w`, `r`: the branch's segment length and dilation rate. `offset`: the rule that gives each head its positions.
+    """
     q_heads, head = heads[0], torch.arange(heads[0])
     residue = {
         "mod": head % r,

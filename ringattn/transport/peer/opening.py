@@ -164,7 +164,10 @@ def open_peer(
 
 
 def _all_can(control: ControlStore, step: str, problem: str, deadline: Deadline, watch: Callable[[], None]) -> None:
-    """Raise `UnsupportedError` on all ranks of the ring, on every node, if any rank has a problem."""
+    """Raise `UnsupportedError` on all ranks of the ring, on every node, if any rank has a problem.
+
+    `step`: the name of this check in the store. `problem`: the problem of this rank, or "".
+    """
     answers = control.gather(step, problem.encode(), deadline, watch)
     problems = "; ".join(f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer)
     if problems:

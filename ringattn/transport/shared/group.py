@@ -379,7 +379,8 @@ class SharedGroup:
     def check(self, awaited: Iterable[int] = (), what: Callable[[], str] | None = None) -> None:
         """Raise if any rank has failed, or if a rank in `awaited` is dead or has closed the ring.
 
-        The error is `DisagreementError` if the first cause was one, otherwise `PeerLostError`.
+        The error is `DisagreementError` if the first cause was one, otherwise `PeerLostError`. Its message begins with
+        `what()`.
         """
         if not self.own_page.words.load(self._alarm):
             return
@@ -413,7 +414,8 @@ class SharedGroup:
     ) -> list[bytes]:
         """Return every rank's payload, of any length, in the order of `ranks`.
 
-        `progress` is called whenever a word of this rank's page changes, until all payloads have arrived.
+        `progress` is called whenever a word of this rank's page changes, until all payloads have arrived. `what`,
+        `until`: as for `hold`.
         """
         self.check((), what)  # the other ranks may have reached this all-gather before they failed
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload

@@ -189,7 +189,7 @@ def _config(kind: Any, profile: dict[str, int], options: dict[str, Any], extra: 
 
 
 def _with_layer(config: Any, fields: dict[str, Any], extra: LayerKind) -> dict[str, Any]:
-    """Return the configuration values for one additional layer of this kind."""
+    """Return the configuration values for one additional layer of the kind `extra`."""
     lists = {field: list(getattr(config, field, None) or ()) for field in KINDS if field in fields}
     layers = next(name for name in _LAYERS if name in fields)
     changed: dict[str, Any] = {layers: getattr(config, layers) + 1}
