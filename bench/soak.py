@@ -131,7 +131,10 @@ def slope_bytes(samples: Samples) -> float:
 
 
 def tabulate(ranks: Sequence[Samples], stops: int, complaints: Sequence[str]) -> Table:
-    """Return a table with a row for each of about ten moments, with the maximum over all ranks."""
+    """Return a table of about ten moments, with the largest count and the most memory of any rank.
+
+    Notes below the table contain the number of `stops`, the largest error, the growth of memory, and the `complaints`.
+    """
     table = Table("What the ranks hold, most of all ranks", ("seconds", "calls", *COUNTS, "RSS MiB"))
     rows = min(map(len, ranks))
     for index in sorted({round(n * (rows - 1) / 9) for n in range(10)}) if rows else ():

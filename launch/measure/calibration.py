@@ -1,4 +1,6 @@
-"""Measure the times from which predictions are made: of the attention kernel, copies, messages and empty passes.
+"""Measure what predictions are computed from: the times of the attention kernel, copies, messages and empty passes.
+
+In an empty pass, each rank's only token attends to itself.
 
 All ranks of this machine do the same work at the same time, as in a pass. Each round measures everything, so that a
 change of the machine's speed affects all figures alike. A figure is the median of its rounds, because a pass is timed

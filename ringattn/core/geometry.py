@@ -144,7 +144,10 @@ class Tile(NamedTuple):
         return Band(max(lo, 1 - k.count), min(hi, q.count - 1))
 
     def aligned(self) -> Iterator[Tile]:
-        """Yield tiles with equal position strides on both sides that together have the same pairs as this tile."""
+        """Yield tiles that together have the same pairs as this tile.
+
+        Each has equal position strides on both sides, unless it is full or one side has a single member.
+        """
         q, k = self.q.positions, self.k.positions
         if q.stride == k.stride or q.count == 1 or k.count == 1 or self.is_full():
             yield self

@@ -232,7 +232,10 @@ def _part_bytes(part: Tile, heads: HeadGroup, sizes: Sizes, softmax: Softmax, ba
 
 
 def _drawing_bytes(part: Tile, heads: HeadGroup, batch: int) -> int:
-    """Return the temporary memory of `_dropout`: the random words of some rows, and the positions of their pairs."""
+    """Return the temporary memory of `_dropout` in bytes.
+
+    It holds the random state of each pair of the rows that are drawn at a time, and the positions of rows and keys.
+    """
     rows, cols, q_heads = part.q.rows.count, part.k.rows.count, heads.q_heads.count
     rows = min(rows, _rows_drawn(cols * q_heads * batch))
     return rows * cols * q_heads * batch * PAIR_BYTES + 8 * (rows + q_heads + batch) + 17 * cols

@@ -218,7 +218,7 @@ def inputs_on_host() -> saved_tensors_hooks:
 
 
 def check_device(device: torch.device | str, option: str) -> None:
-    """Raise `InputError` if the device is the CPU, because nothing can be moved to the host."""
+    """Raise an `InputError` that names `option` if the device is the CPU, whose tensors are in host memory already."""
     if torch.device(device).type == "cpu":
         raise InputError(
             f"{option}: this moves inputs of layers from a GPU to host memory, but the model is on a CPU; leave it out"

@@ -106,7 +106,10 @@ def playable(problem: Problem) -> bool:
 
 
 def ring_is_near(problem: Problem, cluster: Cluster, ring: Route, plan_of: PlanOf) -> bool:
-    """Return whether no schedule can save enough of the ring's time. This plans only the ring."""
+    """Return whether the ring is so close to a lower bound of the time that no schedule can save `must_gain` of it.
+
+    Only the ring is planned.
+    """
     (ring_s,), _ = played(problem, ring, (cluster,), plan_of)
     return least_s(problem, cluster) >= (1 - must_gain(cluster)) * ring_s
 

@@ -253,7 +253,9 @@ def _kernel_serves(device: torch.device, code: torch.dtype) -> bool:
 
 
 class Side(NamedTuple):
-    """One value, such as K, as a local tensor and as packed records, (rows, batch, heads, dim) each.
+    """Both places of a tensor, such as K, in a move: the local tensor and the packed records.
+
+    Both are (rows, batch, heads, dim).
 
     `rows`: for each row of `packed`, the int64 index of the same row in `local`.
     """

@@ -303,7 +303,7 @@ class ControlStore(BoundedStore):
 
     @property
     def naps_s(self) -> tuple[float, float]:
-        """The first and the longest nap of a rank that polls for an entry that all ranks wait for."""
+        """The first and longest pause between polls if all ranks wait for the same entry. Both grow with the ranks."""
         first, longest = (self.world_size * factor for factor in NAPS_PER_RANK_S)
         return first, max(longest, LONGEST_NAP_S)
 

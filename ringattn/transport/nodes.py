@@ -166,7 +166,10 @@ class NodesTransport(Ending):
             raise
 
     def before_start(self) -> None:
-        """Raise the error that starting one part of an exchange would raise, before the other part is started."""
+        """Check that both parts of an exchange can be started, before either is, and raise the error otherwise.
+
+        By default nothing is checked. Subclasses override this.
+        """
 
     def await_both(self, handle: NodesWorkHandle) -> None:
         """Wait for both parts of an exchange."""

@@ -50,7 +50,10 @@ def exchange_until_error(ring: Transport) -> str:
 
 
 def suffer(ring: Transport, health: Health, case: str) -> Outcome:
-    """Exchange until an error is raised, and return this rank's outcome. On the victim of `case`, cause the event."""
+    """Exchange with both neighbors until an error is raised, and return this rank's outcome.
+
+    The victim of `case` also does what the case names: it is killed or stopped, closes the ring, or reports a cause.
+    """
     ring.all_gather_bytes(b"")
     torch.set_num_threads(1)
     happened: list[float] = []

@@ -97,7 +97,10 @@ class _Call:
         return abs(self.scale) * q * k + (float(self.bias.abs().max()) if biased else 0.0)
 
     def largest_ds(self) -> tuple[float, float]:
-        """Return upper bounds of the gradient of any score, before cancellation, and of any element of dout."""
+        """Return two upper bounds: of the gradient of any score, and of any element of dout.
+
+        The terms of the gradient are added by magnitude, so that they cannot cancel.
+        """
         out, v = self.kept[0], self.tensors[2].detach()
         dout = _dout(self)
         if not out.numel() or not v.numel():

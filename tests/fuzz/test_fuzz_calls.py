@@ -42,7 +42,7 @@ def test_fresh_seeds(kinds: tuple[str, ...], default_s: float) -> None:
 # autocast, a scale that differs in the last bits, a tensor as causal= on one rank.
 @pytest.mark.parametrize("case", json.loads(FAILED.read_text(encoding="utf-8")), ids=lambda case: str(case["seed"]))
 def test_a_case_that_once_failed(case: Case) -> None:
-    """A case that once failed holds now. The golden file has the cases themselves, because draws change over time."""
+    """A case that once failed passes now. The golden file has whole cases, because what a seed generates may change."""
     assert error_of(case) is None
 
 

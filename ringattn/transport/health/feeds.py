@@ -219,7 +219,11 @@ class Neighbours(Feed[Beat]):
     """The heartbeats of the next and the previous rank, and their reports about other ranks."""
 
     def __init__(self, rank: int, world_size: int, interface: str | None, silence_s: float) -> None:
-        """Use `interface`, a network interface. Empty: the one on the route to the store's host. None: no datagrams."""
+        """Create the feed.
+
+        `interface`: the network interface for datagrams; empty for that on the route to the store's host, None for no
+        datagrams. `silence_s`: the time without a new heartbeat after which a rank counts as silent.
+        """
         super().__init__(silence_s / 2)
         self._silence_s = silence_s
         self.before, self.after = (rank - 1) % world_size, (rank + 1) % world_size

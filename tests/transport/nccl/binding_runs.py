@@ -147,7 +147,7 @@ left_open: Bench | None = None
 
 
 def with_a_clean_log(check: Check) -> Check:
-    """Return a check that also fails if a call would make the library access freed memory, which the stub logs."""
+    """Return `check` with one more condition: the stub logged no call that makes the library access freed memory."""
 
     @wraps(check)
     def checked(bench: Bench) -> None:
