@@ -48,7 +48,7 @@ class CallConfig:
     tokens: int | None = tokens_option(8192)
     batch: int = option(1, "sequences", least=1, most=MOST)
     heads: int = option(8, "query heads", least=1, most=MOST_HEADS)
-    kv_heads: int = option(2, "key and value heads; divides heads", least=1, most=MOST_HEADS)
+    kv_heads: int = option(2, "key and value heads; must divide heads", least=1, most=MOST_HEADS)
     head_dim: int = option(64, "elements of a head", least=1, most=MOST)
     dtype: str = option("fp32", "dtype of queries, keys and values", choices=DTYPES)
     causal: bool = option(True, "a query attends only to keys up to its position")
@@ -71,7 +71,7 @@ class CallConfig:
     def check(self) -> None:
         """Raise `InputError`, with the key first, if two options contradict each other."""
         if self.heads % self.kv_heads:
-            raise InputError(f"kv_heads={self.kv_heads}: does not divide heads={self.heads}; use a divisor")
+            raise InputError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             sizes = ",".join(map(str, self.window))
             raise InputError(f"window=[{sizes}]: write the keys before and after the query, as [511,0]; -1 for all")
@@ -94,11 +94,13 @@ SoftmaxKeys: Any = make_dataclass(
 class MaskedCallConfig(SoftmaxKeys, CallConfig):
     """One attention call with any mask. It adds the options of the softmax, `mask`, documents and dilated branches."""
 
-    mask: str | None = option(None, "prefix:N, chunked:N or global_tokens:N, in tokens; goes with causal and window")
+    mask: str | None = option(
+        None, "prefix:N, chunked:N or global_tokens:N, in tokens; can be combined with causal and window"
+    )
     documents: int = option(1, "documents of equal length", least=1)
-    cu_seqlens: list[int] | None = option(None, "instead of documents: their boundaries, as [0,100,300]")
-    segment_lengths: list[int] | None = option(None, "dilated: segment length of each branch, as [2048,8192]")
-    dilation_rates: list[int] | None = option(None, "dilated: dilation rate of each branch, as [1,4]")
+    cu_seqlens: list[int] | None = option(None, "boundaries of the documents, as [0,100,300]; replaces documents")
+    segment_lengths: list[int] | None = option(None, "dilated attention: segment length of each branch, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated attention: dilation rate of each branch, as [1,4]")
 
     @property
     def length(self) -> int:
@@ -119,7 +121,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             if name != "sinks":
                 AttentionOptions(**{name: value})
         if (self.dropout_p == 0) != (self.dropout_seed is None):
-            raise InputError(f"dropout_p={self.dropout_p}: goes with dropout_seed, a number; give both or neither")
+            raise InputError(f"dropout_p={self.dropout_p}: give both dropout_p and dropout_seed, a number, or neither")
         if self.mask is not None:
             self._check_mask(self.mask)
         if self.cu_seqlens is not None:
@@ -130,11 +132,14 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             key, missing = (
                 ("segment_lengths", "dilation_rates") if self.dilated else ("dilation_rates", "segment_lengths")
             )
-            raise InputError(f"{key}: goes with {missing}; give both or neither")
+            raise InputError(f"{key}: needs {missing}; give both or neither")
         if self.segment_lengths is not None and self.dilation_rates is not None:
             check_branches(self.segment_lengths, self.dilation_rates)
         if self.dilated and (self.mask is not None or self.bounds is not None):
-            raise InputError("segment_lengths: dilated branches take neither mask nor window; leave these out")
+            raise InputError(
+                "segment_lengths: dilated branches cannot be combined with a mask or a window; leave mask and "
+                "window out"
+            )
 
     def _check_mask(self, text: str) -> None:
         from ringattn import masks
@@ -148,7 +153,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
     def _check_documents(self, cu_seqlens: list[int]) -> None:
         text = ",".join(map(str, cu_seqlens))
         if self.documents != 1:
-            raise InputError(f"cu_seqlens=[{text}]: give it or documents={self.documents}, not both")
+            raise InputError(f"cu_seqlens=[{text}]: give either it or documents={self.documents}")
         if not cu_seqlens:
             raise InputError("cu_seqlens=[]: write the boundaries of the documents, as [0,100,300]")
         if self.tokens is not None and self.tokens != cu_seqlens[-1]:
@@ -214,7 +219,7 @@ class RunConfig(MaskedCallConfig):
     tokens: int | None = tokens_option(4096)
     backward: bool = option(True, "also measure the backward pass")
     ranks: int | None = option(None, "ranks to start on each node; those of torchrun if not set, else 1", least=1)
-    tokens_per_rank: int | None = option(None, "tokens per rank, instead of tokens", least=1)
+    tokens_per_rank: int | None = option(None, "tokens per rank; replaces tokens", least=1)
     engine: str = option("auto", "attention kernels", choices=ENGINES)
     transport: str = option("auto", "transport of the messages", choices=TRANSPORT_NAMES)
     warmup: int = option(2, "passes before the timed ones", least=1)
@@ -226,7 +231,7 @@ class RunConfig(MaskedCallConfig):
     threads_per_rank: int | None = option(None, "intra-op threads of a rank; cores / ranks if not set", least=1)
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
     limit_s: float = option(1800.0, "seconds after which the run is stopped", above=0.0)
-    cluster: str = option("", "machines of the prediction: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
+    cluster: str = option("", "machines to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
                           + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
     json: str = json_option()
 
@@ -260,7 +265,7 @@ def plain(config: RunConfig) -> RunConfig:
 def resolved(config: RunConfig) -> RunConfig:
     """Return the same run with `ranks` and `tokens` as numbers. Raises `InputError` if two options contradict."""
     if config.tokens is not None and config.tokens_per_rank is not None:
-        raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give it or tokens={config.tokens}, not both")
+        raise InputError(f"tokens_per_rank={config.tokens_per_rank}: give either it or tokens={config.tokens}")
     if config.cluster:
         cluster_named(config.cluster)
     config = replace(config, ranks=config.ranks or 1)
@@ -278,9 +283,11 @@ def check_nodes(config: RunConfig) -> None:
     """Raise `InputError`, with the key first, if the options of several nodes contradict or have no effect."""
     for key, value in (("node_rank", config.node_rank), ("rdzv_endpoint", config.rdzv_endpoint)):
         if config.nnodes == 1 and value not in (None, ""):
-            raise InputError(f"{key}={value}: is for several nodes; add nnodes=, the number of nodes")
+            raise InputError(f"{key}={value}: applies only to several nodes; add nnodes=, the number of nodes")
     if config.node_rank is not None and config.node_rank >= config.nnodes:
-        raise InputError(f"node_rank={config.node_rank}: nodes are numbered from 0, and nnodes={config.nnodes}")
+        raise InputError(
+            f"node_rank={config.node_rank}: must be from 0 to {config.nnodes - 1}, because nnodes={config.nnodes}"
+        )
     host, _, port = config.rdzv_endpoint.rpartition(":")
     if config.rdzv_endpoint and not (host and port.isdecimal()):
         raise InputError(f"rdzv_endpoint={config.rdzv_endpoint}: write host:port, as node0:29400")

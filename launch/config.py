@@ -50,7 +50,7 @@ should be."""
 MODES = ("--run", "-r", *MULTIRUN, "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 FLAGS = (*VALUED, *MODES, "--resolve", "--hydra-help", "--version")
 USER_CONFIGS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-NO_FLAG = "no such flag; write options as key=value, --hydra-help lists Hydra's flags"
+NO_FLAG = "no such flag; write options as key=value. --hydra-help lists Hydra's flags"
 PLUGINS = {"submitit": "'ringattn[slurm]'", "joblib": "hydra-joblib-launcher", "optuna": "hydra-optuna-sweeper"}
 """The package to install for each family of Hydra's launchers and sweepers, by the beginning of their names."""
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -214,12 +214,14 @@ def run_application(words: Sequence[str], schema: Any, name: str, task: Callable
         text = str(error)
         for start, package in PLUGINS.items():
             if f"'hydra/launcher/{start}" in text or f"'hydra/sweeper/{start}" in text:
-                text += f"\nit comes with: pip install {package}"
+                text += f"\ninstall it with: pip install {package}"
         raise InputError(_wrong_key(error, schema) or _wrong_value(error) or text) from error
     except YAMLError as error:
         where = getattr(error, "problem_mark", None)
         file = f"{where.name}, line {where.line + 1}" if where else "a file of --config-dir"
-        raise InputError(f"{file}: is no YAML: {getattr(error, 'problem', None) or _first_line(error)}") from error
+        raise InputError(
+            f"{file}: is not valid YAML: {getattr(error, 'problem', None) or _first_line(error)}"
+        ) from error
     finally:
         sys.argv = arguments
         del os.environ[FULL_ERROR]
@@ -237,7 +239,7 @@ def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             if flag not in FLAGS:
                 raise no_option(words, index, known, NO_FLAG)
             if equals and flag not in VALUED:
-                raise InputError(f"{word}: {flag} takes no value; leave ={value} out")
+                raise InputError(f"{word}: {flag} takes no value; remove ={value}")
             flags.append(word)
         elif index and words[index - 1] in VALUED and "=" not in word:
             flags.append(word)
@@ -245,7 +247,7 @@ def _divided(words: Sequence[str], known: Collection[str]) -> tuple[list[str], l
             overrides.append(word)
     modes = [word for word in flags if word.partition("=")[0] in MODES]
     if len(modes) > 1:
-        raise InputError(f"{modes[1]}: does not go with {modes[0]}; give one of them")
+        raise InputError(f"{modes[1]}: cannot be combined with {modes[0]}; give one of them")
     return flags, overrides
 
 

@@ -50,7 +50,9 @@ class FolderLock:
         with suppress(OSError):
             if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._file.fileno())):
                 return None
-        return f"the folder was removed or replaced while this process wrote to it ({LOCK} there is not its own)"
+        return (
+            f"the folder was removed or replaced while this process wrote to it (its {LOCK} belongs to another process)"
+        )
 
 
 @contextmanager
@@ -69,16 +71,16 @@ def locked(path: Path, key: str, what: str, instead: str, wait_s: float = 0.0) -
             message = f"{key}={path}: {LOCK} there is a symbolic link; remove it, or {instead}"
             raise InputError(message) from None
         raise InputError(
-            f"{key}={path}: cannot be written ({error.strerror}); choose a folder that you may write"
+            f"{key}={path}: cannot be written ({error.strerror}); choose a folder where you may write"
         ) from error
     with file:
         ends = time.monotonic() + wait_s
         while not _taken(file):
             if time.monotonic() >= ends:
                 file.seek(0)
-                holder = file.read().strip() or "one that has just begun"
+                holder = file.read().strip() or "a process that has just started"
                 raise InputError(
-                    f"{key}={path}: another {what} is writing there, {holder}; wait for its end, or {instead}"
+                    f"{key}={path}: another {what} is writing there, {holder}; wait until it ends, or {instead}"
                 )
             time.sleep(LOOK_S)
         since = datetime.now(UTC).isoformat(" ", "seconds")
@@ -128,7 +130,7 @@ def not_written(path: Path, error: BaseException, needed_bytes: int) -> RingErro
         why = f"{type(error).__name__}: {error}".splitlines()[0]
     return RingError(
         f"{path} could not be written: {why}; it needs about {_size(needed_bytes)}, and the disk at {disk} has "
-        f"{_size(free_bytes)} free; what was written of it is removed"
+        f"{_size(free_bytes)} free; the incomplete file was removed"
     )
 
 
@@ -154,18 +156,18 @@ def check_output(key: str, path: str, kind: str) -> None:
     target = Path(path)
     folder = target.absolute().parent
     if kind == "picture" and target.suffix not in PICTURES:
-        raise InputError(f"{key}={path}: a picture's name ends in one of {', '.join(PICTURES)}")
+        raise InputError(f"{key}={path}: the name of a picture must end in one of {', '.join(PICTURES)}")
     if is_stream(target):
         return
     if target.is_dir():
         raise InputError(f"{key}={path}: is a folder; name a file")
     if target.exists() and not target.is_file():
-        raise InputError(f"{key}={path}: is no regular file; name one, or /dev/stdout")
+        raise InputError(f"{key}={path}: is not a regular file; name a regular file or /dev/stdout")
     if not folder.is_dir():
-        raise InputError(f"{key}={path}: its folder does not exist; make it, or write elsewhere")
+        raise InputError(f"{key}={path}: its folder does not exist; create it, or choose another path")
     # The file is replaced by a rename, so its folder must be writable.
     if not os.access(folder, os.W_OK):
-        raise InputError(f"{key}={path}: cannot be written; choose a place that you may write")
+        raise InputError(f"{key}={path}: cannot be written; choose a path where you may write")
 
 
 def save_picture(figure: Figure, path: str | Path, dpi: int) -> None:
@@ -184,7 +186,7 @@ def writing(key: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{key}={path}: cannot be written ({error.strerror or error}); write elsewhere") from error
+        raise InputError(f"{key}={path}: cannot be written ({error.strerror or error}); choose another path") from error
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
         time.sleep(5 * LOOK_S)  # gives the other nodes time to read the reason in the store
         raise
     except RuntimeError as error:
-        raise RanksError(f"node 0 has ended, see its own message ({error})", "nodes") from error
+        raise RanksError(f"node 0 has ended; see its message ({error})", "nodes") from error
     yield Meeting(host, port, run_id, lambda: None)
     with suppress(RuntimeError):  # node 0 may have ended, but no answer of a rank is missing
         store.set(f"left/{nodes.rank}", "")
@@ -100,7 +100,7 @@ def meeting(nodes: Nodes, ranks: int) -> Iterator[Meeting]:
 def _parsed(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RanksError(f"rdzv_endpoint={endpoint}: write host:port, a port of node 0 that is free", "nodes", True)
+        raise RanksError(f"rdzv_endpoint={endpoint}: write host:port, with a free port of node 0", "nodes", True)
     return host.strip("[]"), int(port)
 
 
@@ -122,7 +122,10 @@ def _listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise _not_bound(port, error) from None
-        print(f"ringattn: {host} is no address of this machine, so the store listens on every one", file=sys.stderr)
+        print(
+            f"ringattn: {host} is not an address of this machine, so the store listens on all addresses",
+            file=sys.stderr,
+        )
         try:
             listener.bind(("", port))
         except OSError as second:
@@ -135,13 +138,13 @@ def _not_bound(port: int, error: OSError) -> RanksError:
     """Return the error for a port on which node 0 cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return RanksError(
-            f"the port of rdzv_endpoint, {port}, is in use on node 0: choose another, the same on all nodes, or end "
-            "the process that uses it. If this is not node 0, give this node its own node_rank",
+            f"the port of rdzv_endpoint, {port}, is in use on node 0: choose another port, the same on all nodes, or "
+            "end the process that uses it. If this is not node 0, give this node a different node_rank",
             "nodes",
         )
     return RanksError(
-        f"node 0 cannot listen on the port of rdzv_endpoint, {port} ({error.strerror}): choose another, "
-        "the same on all nodes",
+        f"node 0 cannot listen on the port of rdzv_endpoint, {port} ({error.strerror}): choose another port, the "
+        "same on all nodes",
         "nodes",
     )
 
@@ -176,7 +179,7 @@ def _joined(host: str, port: int, nodes: Nodes) -> TCPStore:
             if time.monotonic() > ends:
                 raise RanksError(
                     f"node 0 does not answer at {host}:{port}: check the host and port of rdzv_endpoint, that "
-                    f"node_rank=0 is started there, and that no firewall is between ({error})",
+                    f"node_rank=0 is started there, and that no firewall blocks the connection ({error})",
                     "nodes",
                 ) from None
             time.sleep(LOOK_S)
@@ -191,14 +194,19 @@ def _met(store: BoundedStore, nodes: Nodes, ranks: int) -> str:
     if nodes.rank == 0:
         store.set("job", json.dumps({**sizes, "run_id": uuid.uuid4().hex}))
     elif not _appears(store, "job", nodes.timeout_s):
-        raise RanksError("node 0 has the store and starts no job: end it there, and start all nodes again", "nodes")
+        raise RanksError(
+            "node 0 hosts the store but started no job: end the command on node 0, then start all nodes again", "nodes"
+        )
     job = json.loads(store.get("job"))
     for key, value in sizes.items():
         if value != job[key]:
-            _refuse(store, f"{key}={value} on node {nodes.rank}, and {key}={job[key]} on node 0: give all the same")
+            _refuse(
+                store,
+                (f"{key}={value} on node {nodes.rank}, but {key}={job[key]} on node 0: give all nodes the same value"),
+            )
     claim = uuid.uuid4().hex
     if store.compare_set(f"arrived/{nodes.rank}", "", claim).decode() != claim:
-        _refuse(store, f"node_rank={nodes.rank} was given to two nodes: give each its own")
+        _refuse(store, f"node_rank={nodes.rank} was given to two nodes: give each node a different number")
     if missing := _wait(store, "arrived", nodes.count, nodes.timeout_s):
         _refuse(
             store,

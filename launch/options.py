@@ -115,7 +115,7 @@ def help_text(command: str, purpose: str, *schemas: type) -> str:
         rows.append((key, "" if value in (None, "") else str(value).replace("\n", r"\n"), about))
     presets = {group: presets_of(group) for schema in schemas for group in groups(schema)}
     lists = [f"  {group}={','.join(names)}" for group, names in presets.items() if names]
-    notes = ["", *wrapped("\n".join(["presets, one of each list:", *lists]))] if lists else []
+    notes = ["", *wrapped("\n".join(["presets; choose one from each list:", *lists]))] if lists else []
     return "\n".join([f"usage: ringattn {command} [key=value ...]", "", *wrapped(purpose), "", *_columns(rows), *notes])
 
 
@@ -264,7 +264,7 @@ def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
         new = ELSEWHERE.get(key, key)
         if key not in names and new.partition("=")[0] in names:
             new = f"{new}={value}" if new in names and key != "attention" else new
-            raise InputError(f"{key}={value}: this key has another name here; write {new}")
+            raise InputError(f"{key}={value}: this command calls the key differently; write {new}")
         if known := names.get(key):
             value = ",".join(_declared(name, known) for name in value.split(","))
             if (ends := [name for name in known if name.lower().endswith(f"-{value.lower()}")]) and value not in known:
@@ -332,7 +332,7 @@ def with_lengths(key: str, value: str) -> str:
 
 def no_length(key: str, value: Any) -> InputError:
     """Return the error for a key that counts tokens, if its value is not a length."""
-    return InputError(f"{key}={value}: is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B")
+    return InputError(f"{key}={value}: is not a length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B")
 
 
 def notes_on(words: Sequence[str]) -> Iterator[str]:
@@ -344,7 +344,7 @@ def notes_on(words: Sequence[str]) -> Iterator[str]:
     keys, last = [match[2] for match in pairs], {match[2]: match for match in pairs}
     for key, match in last.items():
         if (count := keys.count(key)) > 1:
-            yield f"{key} is given {'twice' if count == 2 else f'{count} times'}: {match[0]} counts"
+            yield f"{key} is given {'twice' if count == 2 else f'{count} times'}: {match[0]} is used"
     for key, match in last.items():
         for length in LENGTH.finditer(match[3]) if counts_tokens(key) else ():
             if length[2] is not None:
@@ -366,12 +366,13 @@ MULTIRUN = ("--multirun", "-m")
 TORCHRUN = {"nproc-per-node": "ranks", "np": "ranks", "nproc": "ranks"}
 """Flags of torchrun and mpirun, without dashes before them, as keys of `ringattn run`."""
 INSTEAD = {
-    "--version": "`ringattn --version` says it",
-    "--dry-run": "`ringattn run` and `ringattn sweep` have it, this command has not",
+    "--version": "`ringattn --version` prints the version",
+    "--dry-run": "only `ringattn run` and `ringattn sweep` have this flag",
     **dict.fromkeys((*VALUED, "--hydra-help", "--resolve", "--run", "-r"),
-                    "of all commands `ringattn run` takes Hydra's flags; here --help lists keys and defaults"),
-    **dict.fromkeys(MULTIRUN, "of all commands `ringattn run` takes it; `ringattn sweep` measures every combination of "
-                              "key=1,2 without it"),
+                    "only `ringattn run` accepts Hydra's flags; --help lists the keys and defaults of this command"),
+    **dict.fromkeys(MULTIRUN, (
+        "only `ringattn run` accepts it; `ringattn sweep` measures every combination of key=1,2 without it"
+    )),
 }  # fmt: skip
 EXTRAS = {
     **dict.fromkeys(("hydra", "omegaconf", "rich", "matplotlib", "jinja2"), "launch"),

@@ -125,10 +125,14 @@ REPORT_BYTES = 2**16
 FOLLOWERS = ("PeerLostError", "DeadlineError", "TransportError", "ClosedError")
 """Errors of ranks that only lost a peer."""
 REMEDIES: dict[int, str] = {
-    signal.SIGKILL: "If nobody did that, it was the kernel, because memory ran out (`dmesg` says so): use fewer "
-    "tokens, or more ranks on more machines",
-    signal.SIGBUS: "Mostly a file or shared memory ended before its mapping: look for a full disk or a full /dev/shm",
-    signal.SIGTERM: "This command did not send it; look for a job scheduler or a user who did",
+    signal.SIGKILL: (
+        "If no user or scheduler killed it, the kernel did, because memory ran out (`dmesg` shows it): use fewer "
+        "tokens, or more ranks on more machines"
+    ),
+    signal.SIGBUS: (
+        "The usual cause is a mapped file or shared memory that was truncated: look for a full disk or a full /dev/shm"
+    ),
+    signal.SIGTERM: "This command did not send the signal; look for a job scheduler or a user that did",
 }
 """What to do after a signal that the launcher did not send."""
 

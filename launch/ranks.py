@@ -73,7 +73,10 @@ def agreed_ranks(asked: int | None, key: str = "ranks") -> int:
     if place is None:
         return asked or 1
     if asked is not None and asked != place.world_size:
-        raise InputError(f"{key}={asked}: torchrun started {place.world_size}; leave {key} out, or start it without")
+        raise InputError(
+            f"{key}={asked}: torchrun started {place.world_size} ranks; leave {key} out, or start the command "
+            "without torchrun"
+        )
     return place.world_size
 
 
@@ -122,7 +125,7 @@ def run_ranks_in_processes(
                 processes.start(first + local_rank, command, {**environment, **places})
             met.open_store()
             if not processes.finish(limit_s):
-                message = f"{ranks} ranks did not end within {limit_s:g} s, so they were ended; raise {limit_key}"
+                message = f"{ranks} ranks did not end within {limit_s:g} sand were terminated; raise {limit_key}"
                 raise RanksError(message, "timeout")
             answers = {rank: folder / f"answer-{rank}.json" for rank in range(first, first + ranks)}
             silent = [Exit(rank, 0, time.time()) for rank, answer in answers.items() if not answer.exists()]

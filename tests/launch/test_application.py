@@ -136,7 +136,7 @@ def test_the_override_signs_of_hydra(ranks: FakeRanks) -> None:
         ("-m schedule=ring,rign", "schedule=rign: choose one of auto, ring"),
         pytest.param(
             "++tokens=x",
-            "tokens=x: is no length; write 131072, 128k, 128Ki, 1M",
+            "tokens=x: is not a length; write 131072, 128k, 128Ki, 1M",
             marks=pytest.mark.slow,
         ),
         pytest.param("++repeats=0", "repeats=0: must be at least 1", marks=pytest.mark.slow),
@@ -146,13 +146,13 @@ def test_the_override_signs_of_hydra(ranks: FakeRanks) -> None:
         ("--config-dirr=x", "--config-dirr=x: no such flag"),
         ("--tokens 128k", "--tokens 128k: write tokens=128k"),
         ("--nproc-per-node=2 tokens=64", "--nproc-per-node=2: write ranks=2"),
-        ("--multirun=true tokens=64", "--multirun=true: --multirun takes no value; leave =true out"),
+        ("--multirun=true tokens=64", "--multirun=true: --multirun takes no value; remove =true"),
         pytest.param("--config-dir=nowhere tokens=64", "nowhere' not found", marks=pytest.mark.slow),
         pytest.param("--config-name=nowhere tokens=64", "Cannot find primary config 'nowhere'", marks=pytest.mark.slow),
-        pytest.param("-m --cfg job", "--cfg: does not go with -m; give one of them", marks=pytest.mark.slow),
+        pytest.param("-m --cfg job", "--cfg: cannot be combined with -m; give one of them", marks=pytest.mark.slow),
         pytest.param(
             "--dry-run ++tokens=64",
-            "--dry-run: does not go with Hydra's own words; --cfg job shows",
+            "--dry-run: cannot be combined with Hydra's own words; --cfg job shows",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -210,7 +210,7 @@ def test_the_task_returns_the_time_that_sweepers_minimise(ranks: FakeRanks, monk
     [
         ("defaults: [run, _self_]\ntokns: 3\n", "tokns: no such key; did you mean tokens?"),
         ("mask: {kind: full}\n", "mask: "),
-        ("defaults: [run\ntokens: : 3\n", "nightly.yaml, line 2: is no YAML: expected ',' or ']', but got ':'"),
+        ("defaults: [run\ntokens: : 3\n", "nightly.yaml, line 2: is not valid YAML: expected ',' or ']', but got ':'"),
     ],
 )
 def test_a_wrong_config_of_the_user_is_an_error_without_a_traceback(

@@ -356,7 +356,7 @@ def test_ranks_that_do_not_connect_are_an_error(
     assert run_doctor(capsys)[0] == 0
 
     def fail(*_: Any, **__: Any) -> None:
-        raise RanksError("2 ranks did not end within 60 s, so they were ended")
+        raise RanksError("2 ranks did not end within 60 s and were terminated")
 
     monkeypatch.setattr(doctor, "run_ranks_in_processes", fail)
     code, document = run_doctor(capsys)

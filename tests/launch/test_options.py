@@ -89,10 +89,13 @@ def test_the_documented_example_of_a_new_key_works(read: Any, monkeypatch: pytes
         ("tokens: 128k", "tokens: 128k: write tokens=128k"),
         ("--nproc_per_node=2", "--nproc_per_node=2: write ranks=2"),
         ("-np 2", "-np 2: write ranks=2"),
-        ("-m batch=1,2", "-m: of all commands `ringattn run` takes it; `ringattn sweep` measures every combination of"),
-        ("--cfg job", "--cfg: of all commands `ringattn run` takes Hydra's flags; here --help lists keys and defaults"),
-        ("--version", "--version: `ringattn --version` says it"),
-        ("--dry-run", "--dry-run: `ringattn run` and `ringattn sweep` have it"),
+        ("-m batch=1,2", "-m: only `ringattn run` accepts it; `ringattn sweep` measures every combination of"),
+        (
+            "--cfg job",
+            ("--cfg: only `ringattn run` accepts Hydra's flags; --help lists the keys and defaults of this command"),
+        ),
+        ("--version", "--version: `ringattn --version` prints the version"),
+        ("--dry-run", "--dry-run: only `ringattn run` and `ringattn sweep` have this flag"),
         ("verbose", "verbose: write options as key=value; --help lists the keys"),
         ("=5", "=5: write options as key=value; --help lists the keys"),
         ("zero_stage=two", "zero_stage=two: should be a whole number"),
@@ -100,7 +103,7 @@ def test_the_documented_example_of_a_new_key_works(read: Any, monkeypatch: pytes
         ("tied=maybe", "tied=maybe: should be true or false"),
         ("segment_lengths=2048", "segment_lengths: should be a list, as [1,2]"),
         ("batch=null", "batch=null: has to have a value"),
-        *((f"tokens={text}", f"tokens={text}: is no length; write 131072, 128k, 128Ki") for text in ("abc", "1.5")),
+        *((f"tokens={text}", f"tokens={text}: is not a length; write 131072, 128k, 128Ki") for text in ("abc", "1.5")),
     ],
 )
 def test_the_error_of_a_malformed_argument_says_what_to_write_instead(arguments: str, message: str) -> None:
@@ -122,7 +125,7 @@ def test_commands_without_hydra_raise_the_same_errors(arguments: str) -> None:
 
 
 def test_sweep_and_compare_reject_malformed_arguments_too() -> None:
-    with pytest.raises(InputError, match=r"^--multirun: of all commands .* without it$"):
+    with pytest.raises(InputError, match=r"^--multirun: only `ringattn run` accepts it; .* without it$"):
         described(["--multirun", "tokens=64,96"])
     with pytest.raises(InputError, match=r"^--heads 4: write heads=4$"):
         described(["--heads", "4"])
@@ -133,15 +136,15 @@ def test_sweep_and_compare_reject_malformed_arguments_too() -> None:
 def test_repeated_keys_and_token_counts_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tokens=1k", "batch=2", "tokens=2k", "-m", "tokens=128k", "heads=4", "heads=8", "window_tokens=1Ki,64"]
     assert list(notes_on(arguments)) == [
-        "tokens is given 3 times: tokens=128k counts",
-        "heads is given twice: heads=8 counts",
+        "tokens is given 3 times: tokens=128k is used",
+        "heads is given twice: heads=8 is used",
         "tokens=128k is 128,000 tokens (128Ki: 131,072)",
         "window_tokens=1Ki is 1,024 tokens",
     ]
     assert load(arguments[:3], PlanConfig).tokens == 2000
     assert cli.main(["plan", "tokens=1k", "tokens=2k", "tokn=1"]) == 2
     errors = capsys.readouterr().err
-    assert "plan: tokens is given twice: tokens=2k counts\n" in errors and "tokens=1k is" not in errors
+    assert "plan: tokens is given twice: tokens=2k is used\n" in errors and "tokens=1k is" not in errors
 
 
 def test_the_first_argument_must_be_a_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +231,7 @@ def test_commands_receive_the_expanded_token_counts() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        *((text, "is no length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B") for text in (
+        *((text, "is not a length; write 131072, 128k, 128Ki, 1M, 1Mi, 1e6 or 1B") for text in (
             "128x", "5kg", "1e-3", "0x20", "64,128x", "range(1k,4x)")),
         ("1.0005k", r"is 1000\.5 tokens; write a whole number"),
         ("128,000", "write 128000, without commas"), ("1,024,000", "write 1024000, without commas"),
@@ -299,7 +302,7 @@ def test_the_error_of_another_commands_key_names_this_commands_key(
 ) -> None:
     with pytest.raises(InputError) as refused:
         spelled([argument], schema)
-    assert str(refused.value).startswith(f"{argument}: this key has another name here; write {replacement}")
+    assert str(refused.value).startswith(f"{argument}: this command calls the key differently; write {replacement}")
 
 
 def test_every_replacement_key_exists_in_a_command() -> None:
@@ -528,7 +531,7 @@ def test_a_misspelled_key_exits_with_2() -> None:
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (run.main, ["ranks=8", "tokens=64"], "ranks=8: torchrun started 4; leave ranks out"),
+        (run.main, ["ranks=8", "tokens=64"], "ranks=8: torchrun started 4 ranks; leave ranks out"),
         (run.main, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
         (cli.main, ["sweep", "tokens=64,128"], "run it without torchrun"),
     ],
@@ -547,7 +550,7 @@ def test_mistakes_under_torchrun(
 @pytest.mark.slow
 def test_a_mistake_under_torchrun_exits_with_2() -> None:
     done = ringattn("run", "ranks=8", "tokens=64", env=INSIDE)
-    assert done.returncode == 2 and "torchrun started 4; leave ranks out" in done.stderr, done.stderr
+    assert done.returncode == 2 and "torchrun started 4 ranks; leave ranks out" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

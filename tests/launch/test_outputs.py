@@ -99,7 +99,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
         assert "cannot be written" in refusal([command, f"{key}={tmp_path / name}"], capsys)
     if "picture" in key:
         bad = tmp_path / "a.foo"
-        assert "a picture's name ends in one of .png, .svg, .pdf" in refusal([command, f"{key}={bad}"], capsys)
+        assert "the name of a picture must end in one of .png, .svg, .pdf" in refusal([command, f"{key}={bad}"], capsys)
 
 
 def test_a_disk_that_fills_up_during_the_work_is_reported_in_one_line(
@@ -285,7 +285,7 @@ def test_links_to_open_files_are_followed(target: Path, monkeypatch: pytest.Monk
 def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert main(["plan", f"json={tmp_path / 'pipe'}"]) == 2
-    assert "is no regular file; name one, or /dev/stdout" in capsys.readouterr().err
+    assert "is not a regular file; name a regular file or /dev/stdout" in capsys.readouterr().err
 
 
 SAFE = {

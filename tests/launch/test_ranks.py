@@ -33,7 +33,7 @@ ENTRIES = "tests.launch.rank_entries"
 
 # --- the first failure -----------------------------------------------------------------------------------------------
 
-ADVICE = "it was the kernel, because memory ran out"
+ADVICE = "the kernel did, because memory ran out"
 
 
 def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
@@ -50,11 +50,11 @@ def report(folder: Path, rank: int, kind: str, time_s: float) -> None:
         ({0: ("PeerLostError", 1.0), 1: ("ValueError", 5.0)}, {0: (1, 1.0), 1: (1, 5.0)}, "rank 1", "ValueError"),
         ({0: ("PeerLostError", 2.0), 2: ("ClosedError", 1.0)}, {0: (1, 2.0), 2: (1, 1.0)}, "rank 2", "ClosedError"),
         # A signal takes precedence over later errors of the other ranks.
-        ({}, {1: (-9, 1.0)}, f"rank 1 was killed (SIGKILL). If nobody did that, {ADVICE}", "killed"),
+        ({}, {1: (-9, 1.0)}, f"rank 1 was killed (SIGKILL). If no user or scheduler killed it, {ADVICE}", "killed"),
         ({0: ("PeerLostError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({0: ("RuntimeError", 2.0)}, {0: (1, 2.0), 1: (-9, 1.0)}, "rank 1 was killed (SIGKILL)", "killed"),
         ({}, {1: (-11, 1.0)}, "rank 1 was killed (SIGSEGV)", "killed"),
-        ({}, {1: (-15, 1.0)}, "rank 1 was killed (SIGTERM). This command did not send it", "killed"),
+        ({}, {1: (-15, 1.0)}, "rank 1 was killed (SIGTERM). This command did not send the signal", "killed"),
         ({}, {1: (-40, 1.0)}, "rank 1 was killed (signal 40)", "killed"),
         # A signal after a rank has reported a silent peer or an error is ignored.
         (
@@ -259,7 +259,7 @@ def test_a_stopped_rank_is_reported_as_silent(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_killed_rank_is_reported_as_killed(transport: str) -> None:
     spec = {"transport": transport, "timeout_s": 20.0, "rank": 1, "signal": int(signal.SIGKILL)}
-    with pytest.raises(RanksError, match=rf"rank 1 was killed .SIGKILL.\. If nobody did that, {ADVICE}"):
+    with pytest.raises(RanksError, match=rf"rank 1 was killed .SIGKILL.\. If no user or scheduler killed it, {ADVICE}"):
         run_ranks_in_processes(f"{ENTRIES}:meet", spec, 2, 100)
 
 
@@ -298,9 +298,9 @@ def test_all_nodes_receive_the_same_run_id() -> None:
 def test_nodes_with_contradictory_options_are_refused() -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     messages = meet(node(0, 2, endpoint), node(1, 2, endpoint), ranks=(1, 2))
-    assert messages == ["ranks=2 on node 1, and ranks=1 on node 0: give all the same"] * 2
+    assert messages == ["ranks=2 on node 1, but ranks=1 on node 0: give all nodes the same value"] * 2
     messages = meet(node(0, 3, endpoint), node(1, 3, endpoint), node(1, 3, endpoint))
-    assert messages == ["node_rank=1 was given to two nodes: give each its own"] * 3
+    assert messages == ["node_rank=1 was given to two nodes: give each node a different number"] * 3
 
 
 def test_a_missing_node_is_named() -> None:
@@ -350,7 +350,7 @@ def test_node_0_listens_on_the_address_of_its_endpoint(
     for host, addresses in (("node0", ["127.0.1.1"]), ("node0.example", ["192.0.2.7"])):
         with listening(host, addresses, monkeypatch) as address:
             assert address == "0.0.0.0"
-        assert f"{host} is no address of this machine" in capsys.readouterr().err
+        assert f"{host} is not an address of this machine" in capsys.readouterr().err
 
 
 def test_a_port_that_node_0_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_a_port_that_node_0_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(
             socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.7", port))]
         )
-        with pytest.raises(RanksError, match=f"rdzv_endpoint, {port}, is in use on node 0: .* its own node_rank"):
+        with pytest.raises(RanksError, match=f"rdzv_endpoint, {port}, is in use on node 0: .* a different node_rank"):
             nodes._listening("node0.example", port)
 
     def refuse(*_: Any) -> None:

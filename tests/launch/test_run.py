@@ -126,23 +126,26 @@ def test_the_words_of_a_run_load_the_same_run() -> None:
         ("mask=prefix:3 causal=false", "mask=prefix:3: has no effect with causal=false"),
         ("mask=global_tokens:3", "mask=global_tokens:3: has no effect without a window"),
         ("window=[5]", "window=[5]: write the keys before and after the query"),
-        ("segment_lengths=[64]", "segment_lengths: goes with dilation_rates; give both or neither"),
-        ("dilation_rates=[1]", "dilation_rates: goes with segment_lengths; give both or neither"),
-        ("segment_lengths=[64] dilation_rates=[1] window=[5,0]", "dilated branches take neither mask nor window"),
-        ("cu_seqlens=[0,9] documents=2", "cu_seqlens=[0,9]: give it or documents=2, not both"),
+        ("segment_lengths=[64]", "segment_lengths: needs dilation_rates; give both or neither"),
+        ("dilation_rates=[1]", "dilation_rates: needs segment_lengths; give both or neither"),
+        (
+            "segment_lengths=[64] dilation_rates=[1] window=[5,0]",
+            ("dilated branches cannot be combined with a mask or a window"),
+        ),
+        ("cu_seqlens=[0,9] documents=2", "cu_seqlens=[0,9]: give either it or documents=2"),
         ("cu_seqlens=[0,9] tokens=8", "tokens=8: cu_seqlens ends at 9; leave tokens out"),
         ("segment_lengths=[0] dilation_rates=[1]", "segment_lengths must be positive whole numbers, got 0"),
         ("cu_seqlens=[]", "cu_seqlens=[]: write the boundaries"),
-        ("dropout_p=0.5", "dropout_p=0.5: goes with dropout_seed, a number; give both or neither"),
+        ("dropout_p=0.5", "dropout_p=0.5: give both dropout_p and dropout_seed, a number, or neither"),
         ("sinks=[1,2]", "sinks: 2 numbers for heads=8; give one for each query head"),
         ("softcap=-1", "softcap must be positive and finite"),
         ("repeats=0", "repeats=0: must be at least 1"),
-        ("heads=6 kv_heads=4", "kv_heads=4: does not divide heads=6"),
+        ("heads=6 kv_heads=4", "kv_heads=4: must divide heads=6"),
         ("ranks=9 tokens=8", "ranks=9: 9 ranks are more than tokens=8"),
         ("ranks=3 nnodes=3 rdzv_endpoint=a:1 tokens=8", "9 ranks are more than tokens=8"),
-        ("tokens=8 tokens_per_rank=4", "give it or tokens=8, not both"),
+        ("tokens=8 tokens_per_rank=4", "give either it or tokens=8"),
         ("layout=per_document", "layout=per_document: needs documents; use documents=8"),
-        ("nnodes=2 node_rank=2 rdzv_endpoint=a:1", "nodes are numbered from 0"),
+        ("nnodes=2 node_rank=2 rdzv_endpoint=a:1", "must be from 0 to 1, because nnodes=2"),
         ("nnodes=2", "nnodes=2: node_rank and rdzv_endpoint are missing. "),
         ("nnodes=2 node_rank=1", "`ringattn run tokens=4096 ranks=1 nnodes=2 node_rank=0 rdzv_endpoint=HOST:PORT`"),
         ("ranks=3 nnodes=2 rdzv_endpoint=a:1 tokens=64", "nnodes=2: node_rank is missing. Each node has its own"),
@@ -153,8 +156,8 @@ def test_the_words_of_a_run_load_the_same_run() -> None:
         ),
         ("nnodes=3 rdzv_endpoint=a:1", "with node_rank=1 to node_rank=2"),
         ("nnodes=2 rdzv_endpoint=node0", "rdzv_endpoint=node0: write host:port"),
-        ("rdzv_endpoint=a:1", "rdzv_endpoint=a:1: is for several nodes; add nnodes="),
-        ("node_rank=0", "node_rank=0: is for several nodes; add nnodes="),
+        ("rdzv_endpoint=a:1", "rdzv_endpoint=a:1: applies only to several nodes; add nnodes="),
+        ("node_rank=0", "node_rank=0: applies only to several nodes; add nnodes="),
         ("cluster=h1000", "cluster=h1000: "),
         ("tokens=8,16", "tokens: one value at a time; run `ringattn sweep` instead"),
     ],
@@ -172,7 +175,7 @@ def test_the_number_of_ranks_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch
     assert load_here(["ranks=2", "nnodes=2", "tokens=40"], place).world_size == 4
     two_nodes = ["ranks=2", "nnodes=2", "node_rank=1", "rdzv_endpoint=a:1", "tokens=40"]  # as --dry-run prints them
     assert load_here(two_nodes, place).rdzv_endpoint == ""
-    with pytest.raises(InputError, match=r"^rdzv_endpoint=a:1: is for several nodes"):
+    with pytest.raises(InputError, match=r"^rdzv_endpoint=a:1: applies only to several nodes"):
         load_here(["rdzv_endpoint=a:1"], place)
     with pytest.raises(InputError, match="ranks=2: torchrun started 4"):
         load_here(["ranks=2"], place)

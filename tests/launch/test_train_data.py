@@ -340,4 +340,4 @@ def test_help_lists_every_key_with_default_and_meaning(monkeypatch: pytest.Monke
     text = help_text("train", "Trains.", TrainConfig)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "tokens 2048 tokens of one sequence, over all ranks" in lines
-    assert "model.kv_heads" in text and "presets, one of each list:\n  model=medium,tiny" in text
+    assert "model.kv_heads" in text and "presets; choose one from each list:\n  model=medium,tiny" in text
