@@ -333,15 +333,15 @@ def check_tensors(
         if x.dtype != q.dtype:
             raise InputError(where + f"{name} is {x.dtype} and q is {q.dtype}; q, k and v must have the same dtype")
         if x.shape[0] != q.shape[0]:
-            raise InputError(where + f"{name} has batch {x.shape[0]} and q has {q.shape[0]}")
+            raise InputError(where + f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]}; they must be equal")
         if x.device != q.device or (ring.world_size > 1 and x.device.type != ring.device.type):
-            raise InputError(where + f"{name} is on {x.device}, this ring works on {ring.device}")
+            raise InputError(where + f"{name} is on {x.device}, this ring uses {ring.device}")
         if x.stride(3) != 1 and x.shape[3] > 1 and x.numel():
             raise InputError(where + f"the last dimension of {name} must be contiguous; call {name}.contiguous()")
     if k.shape[2] != v.shape[2]:
-        raise InputError(where + f"k has {k.shape[2]} heads and v has {v.shape[2]}")
+        raise InputError(where + f"k has {k.shape[2]} heads and v has {v.shape[2]} heads; they must be equal")
     if q.shape[3] != k.shape[3]:
-        raise InputError(where + f"q has head_dim {q.shape[3]} and k has {k.shape[3]}")
+        raise InputError(where + f"q has head_dim {q.shape[3]} and k has head_dim {k.shape[3]}; they must be equal")
     check_recordable(where, {"q": q, "k": k, "v": v, "sinks": sinks})
     check_sinks(where, sinks, q.shape[2], q.device)
 
@@ -372,6 +372,6 @@ def check_recordable(where: str, tensors: Mapping[str, Tensor | None]) -> None:
         for name, x in present.items():
             if x.is_inference():
                 raise InputError(
-                    f"{where}{name} was made under torch.inference_mode, and backward would need it; pass "
-                    f"{name}.clone(), or make it under torch.no_grad"
+                    f"{where}{name} was created under torch.inference_mode, but backward needs it; pass "
+                    f"{name}.clone(), or create it under torch.no_grad"
                 )

@@ -126,7 +126,7 @@ class Explanation:
         )
         lines += _links(self)
         if self.automatic:
-            lines.append(f"auto took {self.schedule}: {self.automatic}")
+            lines.append(f"auto chose {self.schedule}: {self.automatic}")
         if p.world_size > 1 and self.cluster_from:
             lines.append(f"machines {self.cluster_from}")
         if predicted_us is not None and self.candidates:
@@ -135,12 +135,12 @@ class Explanation:
         if self.ways:
             lines.append(f"messages use {self.ways}")
         if predicted_us is not None:
-            lines.append(f"the prediction is based on {self.cluster.source or 'constants of no stated source'}")
+            lines.append(f"the prediction is based on {self.cluster.source or 'constants whose source is not stated'}")
         if predicted_us is not None and self.sm_margin and self.cluster.sms:
             lines.append(
-                f"{self.sm_margin} of {self.cluster.sms} multiprocessors are left to exchanges, "
-                f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic: "
-                f"{duration(self.margin_us / 1e6)} of that prediction"
+                f"{self.sm_margin} of {self.cluster.sms} multiprocessors are reserved for exchanges. This costs "
+                f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic rate, {duration(self.margin_us / 1e6)} "
+                "of the prediction"
             )
         if kept := max(plan.kept_bytes for plan in self.plans[0]):
             lines.append(f"remote K/V cached in forward for backward: at most {_si(kept)}B on a rank")
@@ -215,7 +215,7 @@ def explain_call(
     machines = ring.cluster if is_ring_cluster else cluster
     # The engine is chosen for this device, but the times of named GPUs are those of the kernels measured on such GPUs.
     named_gpus = is_named(cluster) and cluster.sms is not None and device.type == "cpu"
-    elsewhere = f"; times are of the kernels on {cluster.name}" if named_gpus else ""
+    elsewhere = f"; kernel times are those on {cluster.name}" if named_gpus else ""
     over = exchanges(_exchange(ring, machines, sm_margin), machines, problem.world_size)
     chooser, *others = (exchange.on(machines) for exchange in over) if is_named(machines) else (machines,)
     route = choose_route(problem, schedule, chooser)

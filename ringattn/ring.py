@@ -431,10 +431,10 @@ class Ring(Runtime):
         if is_dilated:
             branches = Dilated(*check(segment_lengths or (), dilation_rates or ()), checked.causal, offset, layer)
         elif offset != "mod" or layer is not None:
-            raise InputError("offset= and layer= belong to dilated attention; give segment_lengths= too")
+            raise InputError("offset= and layer= need dilated attention; also give segment_lengths=")
         if q is not None:
             if batch != 1 or (q_heads, head_dim, dtype) != (None, None, None):
-                raise InputError("explain takes batch, heads, head_dim and dtype from q; give q= or these, not both")
+                raise InputError("explain takes batch, heads, head_dim and dtype from q; give either q= or these")
             batch, _, q_heads, head_dim = q.shape
             dtype = q.dtype
         if q_heads is None or head_dim is None:
@@ -476,7 +476,9 @@ class Ring(Runtime):
             raise InputError(f"rank {self.rank}: activate takes a sequence of this ring, got {seq!r}")
         check_dropout_seed(dropout_seed)
         if seq is None and dropout_seed is not None:
-            raise InputError("local attention drops by torch's own generator; leave dropout_seed out of activate(None)")
+            raise InputError(
+                "dropout of local attention uses torch's generator; leave dropout_seed out of activate(None)"
+            )
         return activate(seq, dropout_seed=dropout_seed)
 
     def memory_monitor(
@@ -639,7 +641,7 @@ class Ring(Runtime):
         """
         self.check_open()
         if self._recording is not None:
-            raise InputError("this ring is being recorded already; recordings do not nest")
+            raise InputError("this ring is being recorded already; recordings cannot be nested")
         self._recording = new_recording(
             self.rank, self.world_size, self.device, self.transport.stream, nvtx, self.transport.name
         )

@@ -151,4 +151,6 @@ def test_tensors_of_inference_mode_that_backward_would_need_are_refused_by_all(l
     name = "x" if layer else "k"
     for error in errors(body):
         assert isinstance(error, InputError)
-        assert f"rank 1: {name} was made under torch.inference_mode" in str(error) and f"{name}.clone()" in str(error)
+        assert (f"rank 1: {name} was created under torch.inference_mode") in str(error) and f"{name}.clone()" in str(
+            error
+        )

@@ -128,11 +128,11 @@ def test_explain_takes_numbers_instead_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"offset": "block"}, "offset= and layer= belong to dilated attention"),
-        ({"layer": 1}, "offset= and layer= belong to dilated attention"),
-        ({"q": torch.zeros(1, 8, 2, 8), "q_heads": 4}, "give q= or these, not both"),
-        ({"q": torch.zeros(1, 8, 2, 8), "batch": 2}, "give q= or these, not both"),
-        ({"q": torch.zeros(1, 8, 2, 8), "dtype": "float16"}, "give q= or these, not both"),
+        ({"offset": "block"}, "offset= and layer= need dilated attention"),
+        ({"layer": 1}, "offset= and layer= need dilated attention"),
+        ({"q": torch.zeros(1, 8, 2, 8), "q_heads": 4}, "give either q= or these"),
+        ({"q": torch.zeros(1, 8, 2, 8), "batch": 2}, "give either q= or these"),
+        ({"q": torch.zeros(1, 8, 2, 8), "dtype": "float16"}, "give either q= or these"),
     ],
 )
 def test_explain_refuses_arguments_without_effect(arguments: dict[str, Any], message: str) -> None:

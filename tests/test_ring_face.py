@@ -60,9 +60,9 @@ BAD: dict[str, tuple[Change, str]] = {
         r"rank R: k has 8 tokens, this rank owns \d of 8; pass kv_seq\.shard\(k\)",
     ),
     "mixed dtypes": (editing("k", Tensor.double), r"rank R: k is torch\.float64 and q is torch\.float32"),
-    "batches": (editing("v", lambda v: v.expand(2, -1, -1, -1)), r"rank R: v has batch 2 and q has 1"),
+    "batches": (editing("v", lambda v: v.expand(2, -1, -1, -1)), r"rank R: v has batch 2 and q has batch 1"),
     "k and v heads": (editing("v", lambda v: v[:, :, :1]), r"rank R: k has 2 heads and v has 1"),
-    "head dims": (editing("k", lambda k: k[..., :4]), r"rank R: q has head_dim 8 and k has 4"),
+    "head dims": (editing("k", lambda k: k[..., :4]), r"rank R: q has head_dim 8 and k has head_dim 4"),
     "heads that do not divide": (editing("q", lambda q: q[:, :, :3]), r"q_heads=3 is not a multiple of kv_heads=2"),
     "last dimension": (editing("q", lambda q: q.transpose(2, 3).contiguous().transpose(2, 3)), r"rank R: the last dim"),
     "integers": (lambda ring, a: a.update({n: a[n].int() for n in "qkv"}), r"q, k and v are int32, which is not sup"),
@@ -106,7 +106,7 @@ def test_bad_on_one_rank_is_refused_by_all_and_the_ring_lives(bad: str) -> None:
             raise
 
     for rank, error in enumerate(errors(body)):
-        prefix = "" if rank == 1 else "rank 1 refused the call, so all ranks do: "
+        prefix = "" if rank == 1 else "rank 1 refused the call, so all ranks refuse it: "
         assert isinstance(error, InputError) and re.match(prefix + refusal_on(1, message), str(error))
 
 

@@ -71,7 +71,9 @@ def test_a_rank_that_breaks_in_a_pass_ends_the_ring_everywhere(backward: bool, c
         assert "rank 1 failed first: ArithmeticError: the kernel broke" in str(raised[rank])
         assert str(raised[rank]).startswith(f"rank {rank} ")
     for rank, closed in after.items():
-        assert all(f"rank {rank}: this ring cannot be used any more, it was aborted" in str(error) for error in closed)
+        assert all(
+            f"rank {rank}: this ring cannot be used any more because it was aborted" in str(error) for error in closed
+        )
         assert all("the kernel broke" in str(error) for error in closed)
 
 
@@ -105,7 +107,9 @@ def test_calls_on_a_closed_ring_say_that_it_is_closed() -> None:
 
     for ranks in (1, RANKS):
         for rank, messages in enumerate(run_ranks(ranks, body, engine="plain")):
-            assert set(messages) == {f"rank {rank}: this ring cannot be used any more, it was closed; open a new Ring"}
+            assert set(messages) == {
+                (f"rank {rank}: this ring cannot be used any more because it was closed; open a new Ring")
+            }
 
 
 def test_backward_after_close() -> None:

@@ -271,7 +271,11 @@ class Parity:
         return (
             f"{verdict} (loss {self.loss:.6f}, off by {self.loss_error:.1e}; gradients off by {self.grad_error:.1e}, "
             f"most in {self.worst}: {self.worst_error:.1e})"
-            + (f"; not judged, as small as rounding: {_listed(self.not_judged)}" if self.not_judged else "")
+            + (
+                f"; not compared, because they are as small as rounding errors: {_listed(self.not_judged)}"
+                if self.not_judged
+                else ""
+            )
         )
 
 
@@ -410,7 +414,7 @@ def _compared(
             advice = f"the gradients of {_listed(wrong)} differ, of {len(judged)} parameters; {advice}"
         # If one factor explains all gradients, the scale of the loss is wrong, and the computation is right.
         if _share(sharded - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
-            advice = f"everything is {ratio:.4g} times what it should be; scale the loss by loss_scale"
+            advice = f"all gradients are {ratio:.4g} times their correct size; scale the loss by loss_scale"
             if abs(ratio * ranks - 1) <= tolerance:
                 advice += f', gradients="mean" (it undoes the average over {ranks} ranks)'
     return Parity(float(expected), loss_error, grad_error, worst, judged[worst], wrong, not_judged, ratio, advice)

@@ -191,7 +191,7 @@ class RingCoreAttention(MegatronModule):
                 )
             if mask not in _CAUSAL or (mask.name.startswith("padding") and not packed):
                 raise InputError(
-                    f"attn_mask_type={mask.name}: a ring knows causal and no_mask, and padding if packed (thd)"
+                    f"attn_mask_type={mask.name}: a ring supports causal and no_mask, and padding if packed (thd)"
                 )
             seq = _sequence(ring, query.shape[0]) if params is None else _packed_sequence(ring, params)
         causal, (left, right) = _CAUSAL[mask], self.window_size

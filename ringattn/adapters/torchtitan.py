@@ -163,7 +163,7 @@ class RingAttention(Module):
             RingError: What `Ring.attention` raises.
         """
         if kwargs:
-            raise InputError(f"RingAttention does not know {', '.join(kwargs)}")
+            raise InputError(f"RingAttention does not support the arguments {', '.join(kwargs)}")
         (q, k, v), whole = local_heads((_local_tokens(q_BLNH), _local_tokens(k_BLNH), _local_tokens(v_BLNH)), 2)
         q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         if attention_masks is None:

@@ -215,8 +215,8 @@ def _profile(profile: ProfileName | Profile, rank: int) -> Profile:
     numbers = all(isinstance(share, (int, float)) and not isinstance(share, bool) for share in profile)
     if not numbers or not 0 < profile.target <= profile.warning <= profile.critical <= profile.emergency <= 1:
         raise InputError(
-            f"rank {rank}: profile={profile!r}: expected shares of the memory that ascend, "
-            "0 < target <= warning <= critical <= emergency <= 1"
+            f"rank {rank}: profile={profile!r}: expected ascending shares of the memory, 0 < target <= warning <= "
+            "critical <= emergency <= 1"
         )
     return profile
 

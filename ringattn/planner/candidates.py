@@ -218,11 +218,14 @@ def how_chosen(weighed: tuple[Candidate, ...], problem: Problem, cluster: Cluste
     if any(branch.dilation > 1 for branch in problem.mask.branches):
         return "the fastest by a closed form for sparse reads"
     if problem.q_layout.at_once and not weighed:
-        return "all rows at once, as the documents are placed for; by mask and bytes if a rank cannot hold all rows"
+        return (
+            "sends all rows at once, because documents are placed for that; chosen by mask and bytes if a rank "
+            "cannot hold all rows"
+        )
     if not is_named(cluster):
         return (
-            "by mask and bytes only, because no constants of these machines are known; Ring(cluster=...) names a "
-            "preset or a file of `ringattn calibrate`"
+            "chosen by mask and bytes only, because no constants of these machines are known; set Ring(cluster=...) "
+            "to a preset or a file of `ringattn calibrate`"
         )
     if not weighed:
         if cluster.recognised and playable(problem):

@@ -431,7 +431,7 @@ def cluster_named(name_or_file: str) -> Cluster:
     path = Path(name_or_file)
     if name_or_file in CLUSTERS or not (path.suffix == ".json" or path.is_file()):
         return CLUSTERS[machine_named(name_or_file, CLUSTERS, "cluster")]
-    again = "write it again with `ringattn calibrate`"
+    again = "create it again with `ringattn calibrate`"
     try:
         described: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -494,7 +494,7 @@ class Links:
     def __post_init__(self) -> None:
         """Check that the nodes appear in the order of their numbers."""
         if list(dict.fromkeys(self.nodes)) != list(range(len(set(self.nodes)))):
-            raise InputError(f"nodes={self.nodes}: count the nodes from 0 in the order in which ranks name them")
+            raise InputError(f"nodes={self.nodes}: number the nodes from 0, in the order of their first rank")
         object.__setattr__(self, "_by_pair", {(first, second): kind for first, second, kind in self.exceptions})
         # The hash is computed once: every call looks up its cached choice by the links.
         object.__setattr__(self, "_hash", hash((self.nodes, self.inside, self.exceptions, self.outside)))

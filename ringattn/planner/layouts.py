@@ -49,8 +49,8 @@ def misplaced(problem: Problem, route: Route) -> str | None:
     if not problem.q_layout.at_once or route.at_once or problem.world_size == 1:
         return None
     return (
-        f"documents are placed for schedules that receive all rows at once: {route.name} is exact, but its steps are "
-        f"uneven; ring.sequence(..., schedule={route.name!r}) places them for it"
+        f"documents are placed for schedules that receive all rows at once; {route.name} gives exact results, but "
+        f"its steps are uneven: ring.sequence(..., schedule={route.name!r}) places them for it"
     )
 
 

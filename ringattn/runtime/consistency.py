@@ -69,11 +69,13 @@ class ComparedCall(NamedTuple):
 def gradient_needs(tensors: Inputs) -> GradientNeeds:
     """Return which of these inputs need a gradient in the current gradient mode."""
     if not torch.is_grad_enabled():
-        return GradientNeeds(obstacle="it calls without gradient mode; use torch.no_grad on all ranks, or on none")
+        return GradientNeeds(
+            obstacle=("it made the call without gradient mode; use torch.no_grad on all ranks, or on none")
+        )
     inputs = tuple(name for name, x in tensors.items() if x is not None and x.requires_grad)
     for name, x in tensors.items():
         if not inputs and x is not None and x.is_inference():
-            return GradientNeeds(obstacle=f"its {name} was made under torch.inference_mode; pass {name}.clone()")
+            return GradientNeeds(obstacle=f"its {name} was created under torch.inference_mode; pass {name}.clone()")
     return GradientNeeds(inputs)
 
 
@@ -131,9 +133,11 @@ class ConsistencyCheck:
         for rank, call in enumerate(calls):
             message = call.partition(": ")[2]
             if message.startswith("refused "):
-                raise InputError(f"rank {rank} refused the call, so all ranks do: {message.removeprefix('refused ')}")
+                raise InputError(
+                    f"rank {rank} refused the call, so all ranks refuse it: {message.removeprefix('refused ')}"
+                )
         if len(set(calls)) > 1:
-            raise DisagreementError(f"the ranks do not ask for the same:\n{_differences(calls)}")
+            raise DisagreementError(f"the ranks made different calls:\n{_differences(calls)}")
         every_need = [GradientNeeds(*(pattern or ())) for pattern in patterns]
         graph = any(each.inputs for each in every_need)
         _check_needs(every_need)

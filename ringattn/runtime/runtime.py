@@ -104,7 +104,7 @@ class Runtime(ProcessBound):
         if cluster == "auto":
             cluster, self.cluster_from = recognise(self.locations, self.links, transport.name)
         else:
-            self.cluster_from = f"named: {cluster.name}" if cluster else "not looked for: cluster=None"
+            self.cluster_from = f"named: {cluster.name}" if cluster else "not determined, because cluster=None"
         # Use the links that were detected between the ranks, unless the description of the cluster has links.
         self.cluster = replace(cluster, links=cluster.links or self.links) if cluster else REFERENCE.joined(self.links)
         self.cluster.check_ranks(transport.world_size)
@@ -258,7 +258,9 @@ class Runtime(ProcessBound):
         """
         self.check_process()
         if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring cannot be used any more, {self._end}; open a new Ring")
+            raise ClosedError(
+                f"rank {self.rank}: this ring cannot be used any more because {self._end}; open a new Ring"
+            )
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -344,7 +346,7 @@ class Runtime(ProcessBound):
             UnsupportedError: The requested engine does not compute such a call.
         """
         if not isinstance(self.engine, str):
-            return Choice(self.engine, f"{self.engine.name}: given as an object")
+            return Choice(self.engine, f"{self.engine.name}: passed as an object")
         sm_margin = self.transport.sm_margin if device.type == "cuda" else 0
         return choose(self.engine, device, dtype, head_dim, value_dim, softmax, sm_margin)
 

@@ -270,7 +270,7 @@ class Ending(ProcessBound):
         """Raise `ClosedError` if the transport has ended or this is a forked child."""
         self.check_process()
         if self._end is not None:
-            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new one") from self._end
+            raise ClosedError(f"rank {self.rank}: this ring has ended ({self._end}); open a new ring") from self._end
 
     def leave_to_parent(self) -> None:
         """See `ProcessBound`. The transport counts as ended, so close and abort do nothing."""

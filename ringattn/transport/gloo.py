@@ -271,7 +271,7 @@ class GlooTransport(ProcessTransport):
     def _check_cause(self, where: str) -> None:
         """End this transport if another rank has published a cause. Raises `PeerLostError`. `where`: as for `_post`."""
         if (cause := self.health.cause) is not None:
-            raise self._failed(PeerLostError(f"rank {self.rank} must stop{where}: {cause}"))
+            raise self._failed(PeerLostError(f"rank {self.rank} stopped{where} because of another rank: {cause}"))
 
     def _failure(
         self, failed: _Operation, handle: GlooWorkHandle, error: RuntimeError, deadline: float | None

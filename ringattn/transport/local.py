@@ -51,7 +51,9 @@ class LocalWorld:
         """Return the transport of `rank`, once per rank. Raises `InputError` if the rank is taken or does not exist."""
         with self.changed:
             if not 0 <= rank < self.world_size or rank in self._taken:
-                raise InputError(f"rank {rank} is taken or not one of the ranks 0 to {self.world_size - 1}")
+                raise InputError(
+                    f"rank {rank} is already in use, or is not one of the ranks 0 to {self.world_size - 1}"
+                )
             self._taken.add(rank)
         return LocalTransport(self, rank)
 
@@ -248,6 +250,6 @@ class LocalTransport(HostTransport):
         self._check_open()
         if self._world.first_failure is not None:
             rank, cause = self._world.first_failure
-            error = PeerLostError(f"rank {self.rank} must stop: {first_cause(rank, cause)}")
+            error = PeerLostError(f"rank {self.rank} stopped because of another rank: {first_cause(rank, cause)}")
             self.abort(error)
             raise error from cause

@@ -257,7 +257,7 @@ def open_shm_and_gloo(opening: Opening) -> HostNodesTransport:
     Raises the same `UnsupportedError` on all ranks, and what `ShmTransport.open` and `GlooTransport.open` raise.
     """
     if reason := sharing_obstacle(opening.locations):
-        raise UnsupportedError(f"rank {opening.rank}: transport='shm' cannot join these ranks: {reason}; use gloo")
+        raise UnsupportedError(f"rank {opening.rank}: transport='shm' cannot connect these ranks: {reason}; use gloo")
     opening.name = f"{ShmTransport.name}+{GlooTransport.name}"
     inside = ShmTransport.open(opening, node_of(opening.rank, opening.locations))
     try:

@@ -353,7 +353,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(InputError, match="attention_mask and attention_bias must be None"):
             core(ring)(x, x, x, None, attention_bias=x)
         for kind in (AttnMaskType.padding, AttnMaskType.arbitrary):
-            with pytest.raises(InputError, match=f"attn_mask_type={kind.name}: a ring knows causal and no_mask"):
+            with pytest.raises(InputError, match=f"attn_mask_type={kind.name}: a ring supports causal and no_mask"):
                 core(ring)(x, x, x, None, attn_mask_type=kind)
 
 

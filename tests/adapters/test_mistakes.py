@@ -126,9 +126,12 @@ def test_a_mistake_is_found(step: Callable[..., Tensor], layout: str, least: flo
 def test_a_factor_is_named() -> None:
     result = over(4, "zigzag", without_the_ranks, raises=False)
     assert result.ratio == pytest.approx(0.25, rel=1e-12) and result.grad_error == pytest.approx(0.75, rel=1e-12)
-    assert 'everything is 0.25 times what it should be; scale the loss by loss_scale, gradients="mean"' in result.advice
+    assert (
+        'all gradients are 0.25 times their correct size; scale the loss by loss_scale, gradients="mean"'
+        in result.advice
+    )
     twice = over(2, "zigzag", lambda net, seq: right(net, seq, "mean"), "sum", raises=False)
-    assert "everything is 2 times what it should be; scale the loss by loss_scale" in twice.advice
+    assert "all gradients are 2 times their correct size; scale the loss by loss_scale" in twice.advice
 
 
 def test_only_one_parameter_is_wrong() -> None:
@@ -201,13 +204,13 @@ def test_a_small_gradient_is_judged_by_its_own_norm() -> None:
     for factor, names in ((2.1, ("faint", "key_bias")), (1.0, ("key_bias",))):
         coarse = faintly(scaled("faint", factor), single=True)
         assert coarse.advice == "" and coarse.wrong == () and coarse.not_judged == names, coarse
-    assert "; not judged, as small as rounding: key_bias" in str(coarse)
+    assert "; not compared, because they are as small as rounding errors: key_bias" in str(coarse)
 
 
 def test_a_gradient_of_zero_is_equal_or_not_judged() -> None:
     result = faintly(lambda net, ring: None)
     assert result.advice == "" and result.not_judged == ("key_bias",) and result.worst_error < 1e-6
-    assert "; not judged, as small as rounding: key_bias" in str(result)
+    assert "; not compared, because they are as small as rounding errors: key_bias" in str(result)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

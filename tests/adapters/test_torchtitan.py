@@ -264,7 +264,7 @@ def test_what_is_refused() -> None:
             module(x, x, x, attention_masks={"full": None})
         with pytest.raises(InputError, match="attention_masks has 1 rows, the batch has 2"):
             module(x, x, x, attention_masks=(ring.sequence(5),))
-        with pytest.raises(InputError, match="RingAttention does not know score_mod"):
+        with pytest.raises(InputError, match="RingAttention does not support the arguments score_mod"):
             module(x, x, x, score_mod=abs)
 
 

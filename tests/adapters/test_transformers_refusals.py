@@ -360,7 +360,7 @@ def test_masks_that_have_no_form_here() -> None:
     def one_alone(seq: Sequence) -> None:
         forward(seq, llama(), attention_mask=seq.shard(whole) if seq.ring.rank == 0 else None)
 
-    refused(one_alone, "the ranks do not ask for the same", DisagreementError)
+    refused(one_alone, "the ranks made different calls", DisagreementError)
 
 
 def test_a_mask_in_the_arithmetic_of_a_model() -> None:

@@ -137,7 +137,7 @@ def test_a_wrong_result_is_never_accepted() -> None:
 
 
 def test_a_refused_call_is_refused_on_every_rank() -> None:
-    differ = error("the ranks do not ask for the same", kind="DisagreementError")
+    differ = error("the ranks made different calls", kind="DisagreementError")
     assert complaints("other mask on rank 1", differ, differ, differ) == []
     assert complaints("other mask on rank 1", differ, differ, Answer()) == ["rank 2 right: "]
 

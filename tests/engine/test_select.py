@@ -205,7 +205,7 @@ def test_explain_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (explanation.engine, explanation.engine_why) == ("aten", "aten: the only fused kernels for cpu")
         assert "engine aten: the only fused kernels for cpu" in str(explanation).splitlines()
         named = ring.explain(seq, cluster="h100", **facts).engine_why
-        assert named.startswith("aten: the only fused kernels for cpu; times are of the kernels on H100")
+        assert named.startswith("aten: the only fused kernels for cpu; kernel times are those on H100")
         assert ring.explain(seq, softcap=3.0, **facts).engine == "plain"
         explanation = ring.explain(seq, alibi_slopes=[0.5, 0.25], **facts)
         assert "engine plain: no fused kernel supports alibi_slopes on cpu" in str(explanation).splitlines()
@@ -221,7 +221,7 @@ def test_an_engine_may_be_given_as_an_object() -> None:
     engine, q = CustomEngine(), torch.zeros(1, 64, 2, 16)
     with Ring(engine=engine) as ring:
         assert ring.choice(HOST, torch.float32, 16, 16, None).engine is engine
-        assert ring.explain(ring.sequence(64), q=q, k=q, v=q).engine_why == "custom: given as an object"
+        assert ring.explain(ring.sequence(64), q=q, k=q, v=q).engine_why == "custom: passed as an object"
 
 
 def test_explain_says_what_a_margin_costs() -> None:
@@ -240,7 +240,7 @@ def test_explain_says_what_a_margin_costs() -> None:
         # A long ring spends nearly all its time on arithmetic, so its time grows by nearly the share of reserved SMs.
         assert 0.95 * share < explanation.margin_us / explanation.predicted_us <= share
     cost = duration(eight.margin_us / 1e6)
-    line = f"8 of 132 multiprocessors are left to exchanges, 6.1% of the arithmetic: {cost} of that"
+    line = f"8 of 132 multiprocessors are reserved for exchanges. This costs 6.1% of the arithmetic rate, {cost} of the"
     assert line in str(eight)
     with Ring() as ring, pytest.raises(InputError, match="of an unknown number"):
         ring.explain(ring.sequence(64), q_heads=1, head_dim=8, cluster="cpu", sm_margin=8)

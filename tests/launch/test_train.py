@@ -267,7 +267,7 @@ def test_all_ranks_refuse_a_folder_that_rank_0_cannot_write(tmp_path: Path) -> N
     config = replace(SMALL, out=str(tmp_path / "taken"), checkpoint_every_steps=1)
     first, second = refusals(config, config)
     assert str(first).startswith(f"out={config.out}: cannot be written (File exists)")
-    assert str(second).startswith(f"rank 0 refused the call, so all ranks do: out={config.out}: ")
+    assert str(second).startswith(f"rank 0 refused the call, so all ranks refuse it: out={config.out}: ")
 
 
 @pytest.mark.parametrize("change", [{"text": "nowhere.txt"}, {"tokens": 10**9}, {"replicas": 2}], ids=str)
@@ -275,7 +275,7 @@ def test_all_ranks_refuse_settings_that_one_rank_cannot_load(change: dict[str, A
     first, second = refusals(SMALL, replace(SMALL, **change))
     key, value = next(iter(change.items()))
     assert str(second).startswith(f"{key}={value}: ")
-    assert str(first).startswith(f"rank 1 refused the call, so all ranks do: {key}={value}: ")
+    assert str(first).startswith(f"rank 1 refused the call, so all ranks refuse it: {key}={value}: ")
 
 
 def test_each_rank_may_have_its_own_path_timeout_and_threads(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_cuda_reading_counts_the_pool_once_inside_and_outside_torchs_allocator
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200, 2000))
     readings = []
     for address in (pool_address, pool_address + 1):  # the pool inside torch's allocator, and outside it
-        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"address": address, "total_size": 300}])  # noqa: B023
+        monkeypatch.setattr(torch.cuda, ("memory_snapshot"), lambda: [{"address": address, "total_size": 300}])  # noqa: B023
         readings.append(monitor.read())
     inside, outside = readings
     assert (inside.allocated_bytes, inside.reserved_bytes) == (600, 1200)
@@ -121,7 +121,7 @@ def test_an_unknown_profile_is_refused_and_a_custom_one_accepted() -> None:
     [
         *(({"capacity_bytes": bad}, rf"capacity_bytes={bad!r}: expected a whole number of bytes from 1 on")
           for bad in (0, -1, math.nan, math.inf, 1e9, True, "80GiB")),
-        *(({"profile": Profile(*bad)}, r"expected shares of the memory that ascend, 0 < target")
+        *(({"profile": Profile(*bad)}, r"expected ascending shares of the memory, 0 < target")
           for bad in ((0.9, 0.95, 0.92, 0.97), (0.95, 0.92, 0.95, 0.97), (0.9, 0.92, 0.97, 0.95), (90, 92, 95, 97),
                       (0, 0.92, 0.95, 0.97), (0.9, 0.92, math.nan, 0.97), (0.9, 0.92, 0.95, "1"))),
         ({"profile": (0.9, 0.92, 0.95, 0.97)}, "profile=.* is not known"),

@@ -235,7 +235,7 @@ def test_crossings(nodes: tuple[int, ...], crossings: int, least: int) -> None:
 def test_nodes_are_counted_as_they_appear() -> None:
     assert numbered(["b", "a", "b", "c"]) == (0, 1, 0, 2)
     for wrong in ((1, 0), (0, 2), (0, 1, 3)):
-        with pytest.raises(InputError, match="count the nodes from 0"):
+        with pytest.raises(InputError, match="number the nodes from 0"):
             Links(wrong)
 
 

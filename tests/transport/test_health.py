@@ -302,12 +302,13 @@ def test_a_rank_that_was_stopped_during_its_wait_blames_no_other(monkeypatch: py
     time.sleep(2.5)
     hold.set()
     text = health.explain({1}, waited_s=2.0)
-    assert text.startswith("rank 0 itself stood still for 2.") and named_at_fault(text) == set(), text
-    # If this rank stood still for longer than the deadline, that made the other ranks fail, even if the wait began
-    # later.
-    assert health.explain({1}, waited_s=0.0, timeout_s=2.0, lost=(1, "reset")).startswith("rank 0 itself stood still")
-    # A standstill shorter than the deadline does not explain the failure of a wait that began later.
-    assert "stood still" not in health.explain({1}, waited_s=0.0, timeout_s=20.0, lost=(1, "reset"))
+    assert (
+        text.startswith("rank 0 itself was stopped or got no processor time for 2.") and named_at_fault(text) == set()
+    ), text
+    # A stop of this rank that is longer than the deadline made the others fail, even if the wait began after the stop.
+    assert health.explain({1}, waited_s=0.0, timeout_s=2.0, lost=(1, "reset")).startswith("rank 0 itself was stopped")
+    # A shorter stop has nothing to do with a wait that began after the stop.
+    assert "got no processor time" not in health.explain({1}, waited_s=0.0, timeout_s=20.0, lost=(1, "reset"))
     until(lambda: health.silent() == {1})
     assert named_at_fault(health.explain({1}, waited_s=0.0)) == {1}
     health.detach(job)
@@ -432,7 +433,9 @@ def test_ranks_that_are_not_at_fault_are_reported_with_their_position() -> None:
 
 def test_a_stopped_rank_reports_how_long_it_was_stopped() -> None:
     alone = explain(evidence(stood_still_s=4.25, silent={1}))
-    assert alone == "rank 0 itself stood still for 4.2 s (stopped, or starved); so it names no other rank"
+    assert alone == (
+        "rank 0 itself was stopped or got no processor time for 4.2 s; so it cannot report which rank failed"
+    )
 
 
 @pytest.mark.parametrize("place", [Place(), Place("ü" * 120, 7, PEERS, frozenset({3, 1})), Place("x", 1, LAUNCH, None)])

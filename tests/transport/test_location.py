@@ -454,7 +454,7 @@ def test_rings_recognise_the_cluster_if_none_is_named(rings: Rings) -> None:
     assert rings(ranks, cluster_and_line) == [(expected, line)] * 4
     named = rings(ranks, cluster_and_line, cluster="b200")
     assert named == [(replace(CLUSTERS["b200"], links=links), f"machines named: {CLUSTERS['b200'].name}")] * 4
-    without = (REFERENCE.joined(links), "machines not looked for: cluster=None")
+    without = (REFERENCE.joined(links), "machines not determined, because cluster=None")
     assert rings(ranks, cluster_and_line, cluster=None) == [without] * 4
     odd = (*ranks[:3], replace(ranks[3], device="NVIDIA H200"))
     (cluster, why), *others = rings(odd, cluster_and_line)

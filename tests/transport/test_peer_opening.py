@@ -149,7 +149,8 @@ def test_processes_without_a_gpu_are_refused_by_name(two: Processes) -> None:
     answers = two.run(open_by_name)
     assert answers[0] == answers[1]
     assert (
-        "UnsupportedError: transport='peer' cannot join these ranks: rank 0: torch finds no CUDA device" in answers[0]
+        "UnsupportedError: transport='peer' cannot connect these ranks: rank 0: torch finds no CUDA device"
+        in answers[0]
     )
 
 

@@ -137,8 +137,8 @@ def at_fault(evidence: Evidence) -> list[str]:
     """
     cause = [evidence.cause] if evidence.cause else []
     if evidence.stood_still_s:
-        stopped = f"rank {evidence.rank} itself stood still for {evidence.stood_still_s:.1f} s (stopped, or starved)"
-        return [stopped, *(cause or ["so it names no other rank"])]
+        stopped = f"rank {evidence.rank} itself was stopped or got no processor time for {evidence.stood_still_s:.1f} s"
+        return [stopped, *(cause or ["so it cannot report which rank failed"])]
     if cause:
         return cause
     phrases = _lost(evidence) + _gone_or_silent(evidence)

@@ -68,7 +68,9 @@ class Communicator:
     def open(self, unique_id: bytes, watch: FailureCheck) -> None:
         """Join the communicator of `unique_id`. Raises `DeadlineError`, `NcclError`, and the errors of `watch`."""
         if self.state is not State.NEW:
-            raise RingError(f"rank {self.rank}: a communicator opens once, and this one is {self.state.value}")
+            raise RingError(
+                f"rank {self.rank}: a communicator can be opened only once, but this one is {self.state.value}"
+            )
         self.state = State.OPENING
         world_size, deadline = self._opening.world_size, Deadline(self._opening.timeout_s)
 

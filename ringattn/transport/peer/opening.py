@@ -126,7 +126,7 @@ def open_peer(
     answers = opening.control.gather("peer/facts", payload, Deadline(opening.timeout_s))
     facts = [Facts(**json.loads(answer)) for answer in answers]
     if reason := refusal(facts, opening.locations):
-        raise UnsupportedError(f"transport='peer' cannot join these ranks: {reason}; {ALTERNATIVE}")
+        raise UnsupportedError(f"transport='peer' cannot connect these ranks: {reason}; {ALTERNATIVE}")
     driver, gpu = driver_and_gpu
     ring: PeerTransport | None = None
     # Each stage gets the whole deadline. Waiting for ranks that start late should not shorten the next stage.
@@ -171,7 +171,7 @@ def _all_can(control: ControlStore, step: str, problem: str, deadline: Deadline,
     answers = control.gather(step, problem.encode(), deadline, watch)
     problems = "; ".join(f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer)
     if problems:
-        raise UnsupportedError(f"transport='peer' cannot join these ranks: {problems}; {ALTERNATIVE}")
+        raise UnsupportedError(f"transport='peer' cannot connect these ranks: {problems}; {ALTERNATIVE}")
 
 
 def _reach(ring: PeerTransport, deadline: Deadline) -> str:

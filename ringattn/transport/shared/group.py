@@ -386,7 +386,7 @@ class SharedGroup:
             return
         if trouble := self.trouble(awaited):
             kind = DisagreementError if f"failed first: {DisagreementError.__name__}:" in trouble else PeerLostError
-            raise kind(f"{what() if what else f'rank {self.rank} must stop'}: {trouble}")
+            raise kind(f"{what() if what else f'rank {self.rank} stopped because of another rank'}: {trouble}")
 
     def trouble(self, awaited: Iterable[int] = ()) -> str | None:
         """Return why a wait for `awaited` cannot succeed, or None. Any thread may call this."""
