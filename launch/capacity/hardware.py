@@ -36,7 +36,7 @@ def reached(products: float, source: str, cluster: Cluster) -> Reached:
     return Reached(
         products, cluster.flops, cluster.backward_flops or cluster.flops, cluster.bandwidth,
         cluster.node_bandwidth or cluster.bandwidth, cluster.ranks_per_node or 8,
-        f"products: {source}; attention and links: {cluster.source}",
+        f"matrix products: {source}; attention and links: {cluster.source}",
     )  # fmt: skip
 
 
@@ -46,7 +46,9 @@ SHARE = 0.73
 It is assumed for accelerators without a published rate.
 """
 SEMIANALYSIS = "720 TFLOP/s at shapes of language models (SemiAnalysis, MI300X vs H100 vs H200, December 2024)"
-CUDA_TILE = "1,448 to 1,562 TFLOP/s of cuBLAS at Llama-7B's feed-forward (arXiv:2604.23466), the least of it taken"
+CUDA_TILE = (
+    "1,448 to 1,562 TFLOP/s of cuBLAS at Llama-7B's feed-forward (arXiv:2604.23466), of which the lowest is used"
+)
 MAMF = "the best of all shapes (S. Bekman, ml-engineering, table of maximum achievable matmul FLOPS)"
 ASSUMED = f"{SHARE:.0%} of peak, as on an H100; attention 73 and 63 % of it, as FlashAttention-2 reaches on an A100"
 

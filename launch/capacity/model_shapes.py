@@ -58,9 +58,9 @@ class ModelShape:
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if not self.head_size and self.width % self.heads:
-            raise InputError(f"heads={self.heads}: does not divide width={self.width}; set head_dim")
+            raise InputError(f"heads={self.heads}: must divide width={self.width}; otherwise set head_dim")
         if self.heads % self.kv_heads:
-            raise InputError(f"kv_heads={self.kv_heads}: does not divide heads={self.heads}")
+            raise InputError(f"kv_heads={self.kv_heads}: must divide heads={self.heads}")
         one_of(self.block, BLOCKS, "block")
         if self.experts and self.block != "swiglu":
             raise InputError(f"experts={self.experts}: needs block=swiglu; block={self.block} has one feed-forward")

@@ -48,7 +48,7 @@ def capacity_figure(figures: dict[str, Any]) -> Figure:
     """Return the picture: a bar for the run, a bar with all suggested settings, a line at the accelerator's memory."""
     bars = {"as given": figures["bytes_by_component"]}
     if figures["steps"]:
-        bars["after the steps"] = figures["after_steps"]["bytes_by_component"]
+        bars["with the suggested settings"] = figures["after_steps"]["bytes_by_component"]
     names = [name for name in figures["bytes_by_component"]
              if any(bar[name] > VISIBLE * sum(bar.values()) for bar in bars.values())]  # fmt: skip
     of_index = plt.get_cmap("tab10")

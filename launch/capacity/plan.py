@@ -59,8 +59,8 @@ class PlannedCall:
     batch: int = option(1, "sequences per step, or per micro batch", least=1, most=MOST)
     mask: str = option("causal", "which keys a query attends to", choices=KINDS)
     window_tokens: int = option(0, "window: keys per query, including the query's own", least=0, most=MOST)
-    segment_lengths: list[int] | None = option(None, "dilated: segment length of each branch, as [2048,8192]")
-    dilation_rates: list[int] | None = option(None, "dilated: dilation rate of each branch, as [1,4]")
+    segment_lengths: list[int] | None = option(None, "dilated attention: segment length of each branch, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilated attention: dilation rate of each branch, as [1,4]")
 
 
 @dataclass
@@ -71,8 +71,10 @@ class PlanConfig(TrainingSwitches, PlannedCall):
     recommended: bool = option(False, "use the hardware's recommended settings for keys that are not given")
     layers: int | None = option(None, "override the preset: transformer blocks", least=1, most=MOST)
     width: int | None = option(None, "override: width of the residual stream", least=1, most=MOST)
-    heads: int | None = option(None, "override: query heads; divides width", least=1, most=MOST)
-    kv_heads: int | None = option(None, "override: key and value heads; divides heads", least=1, most=MOST)
+    heads: int | None = option(
+        None, "override: query heads; must divide width, unless head_dim is set", least=1, most=MOST
+    )
+    kv_heads: int | None = option(None, "override: key and value heads; must divide heads", least=1, most=MOST)
     head_dim: int | None = option(None, "override: elements of one head; 0: width / heads", least=0, most=MOST)
     ffn: int | None = option(None, "override: width inside the feed-forward, or one expert", least=1, most=MOST)
     experts: int | None = option(None, "override: experts per layer; 0: one feed-forward", least=0, most=MOST)
@@ -80,12 +82,14 @@ class PlanConfig(TrainingSwitches, PlannedCall):
     shared_experts: int | None = option(None, "override: experts that process every token", least=0, most=MOST)
     vocabulary: int | None = option(None, "override: size of the vocabulary", least=1, most=MOST)
     tied: bool | None = option(None, "override: the output layer shares the embedding's weights")
-    block: str | None = option(None, "override: Llama and ringattn train, or GPT", choices=BLOCKS)
+    block: str | None = option(
+        None, "override: swiglu as in Llama and `ringattn train`, or gelu as in GPT", choices=BLOCKS
+    )
     memory_gib: float | None = option(None, "override the hardware: memory in GiB", above=0.0, most=MOST)
     link_gb_s: float | None = option(None, "override: GB/s between accelerators, one way", above=0.0, most=MOST)
     tflops: float | None = option(None, "override: peak TFLOP/s", above=0.0, most=MOST)
     json: str = json_option()
-    picture: str = option("", "file to draw the components into (PNG)", writes="picture")
+    picture: str = option("", "file for a picture of the components (PNG)", writes="picture")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         keys = {word.partition("=")[0] for word in argv}
         config = replace(config, **{key: value for key, value in machine.start if key not in keys})
     with json_output(config.json) as write:
-        with Console(stderr=True).status("searching what fits"):
+        with Console(stderr=True).status("searching for the longest sequence and the smallest ring that fit"):
             figures = plan(config, machine)
         print(table(config, machine, figures))
         if config.picture:
@@ -107,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
             with writing("picture", config.picture):
                 draw_capacity(figures, config.picture)
-            print(f"drawn into {config.picture}")
+            print(f"picture written: {config.picture}")
         write(figures)
     return 0 if figures["fits"] else 1
 
@@ -136,7 +140,7 @@ def run_of(config: PlanConfig) -> TrainingSetup:
     branches = tuple(config.segment_lengths or ()), tuple(config.dilation_rates or ())
     for key, mask in (("window_tokens", "window"), ("segment_lengths", "dilated"), ("dilation_rates", "dilated")):
         if getattr(config, key) and config.mask != mask:
-            raise InputError(f"{key}={getattr(config, key)}: has no effect on mask={config.mask}; set mask={mask}")
+            raise InputError(f"{key}={getattr(config, key)}: has no effect with mask={config.mask}; set mask={mask}")
     if config.mask == "window" and config.window_tokens < 2:
         raise InputError(f"window_tokens={config.window_tokens}: must be at least 2, including the query's own key")
     attention = AttentionSetup(config.mask, max(0, config.window_tokens - 1), *branches)
@@ -234,13 +238,13 @@ def _time(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> li
     ranks = run["ranks"] * run["tensor_ranks"] * run["pipeline_ranks"]
     parts = ", ".join(f"{name} {step[name]:,.2f}" for name in StepTime._fields[:7] if step[name] > 0)
     return [
-        f"a step{' with all of these' if with_savings else ''}: about {step['seconds']:,.2f} s ({parts}), "
+        f"a step{' with all of these settings' if with_savings else ''}: about {step['seconds']:,.2f} s ({parts}), "
         f"{step['tokens_s']:,.0f} tokens/s on {ranks:,} accelerators, {step['tokens_s'] / ranks:,.0f} on each",
-        f"  MFU {step['mfu']:.1%} of {machine.flops / 1e12:,.0f} TFLOP/s, {step['mfu_full']:.1%} with masked pairs too "
-        "(PaLM's formula); recomputation is not counted",
-        f"  published rates, not measured: products {rates.products / 1e12:,.0f}, "
-        f"attention {rates.attention_forward / 1e12:,.0f} forward, {rates.attention_backward / 1e12:,.0f} backward "
-        f"TFLOP/s; {rates.source}",
+        f"  MFU {step['mfu']:.1%} of {machine.flops / 1e12:,.0f} TFLOP/s, {step['mfu_full']:.1%} if masked pairs are "
+        "counted too (PaLM's formula); recomputation is not counted",
+        f"  published rates, not measured: matrix products {rates.products / 1e12:,.0f}, attention "
+        f"{rates.attention_forward / 1e12:,.0f} forward, {rates.attention_backward / 1e12:,.0f} backward TFLOP/s; "
+        f"{rates.source}",
     ]
 
 
@@ -249,12 +253,11 @@ def _answers(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) ->
     tokens, token_bytes = run["batch"] * -(-run["tokens"] // run["ranks"]), figures["bytes_per_token"]
     lines = [
         _limits(figures, run["ranks"]),
-        f"why: each token of a rank takes {token_bytes:,.0f} bytes, its {tokens:,} tokens "
-        f"{_gib(token_bytes * tokens)} GiB; {_gib(figures['total_bytes'] - token_bytes * tokens)} GiB do not depend on "
-        "them",
+        f"memory of a rank: {tokens:,} tokens of {token_bytes:,.0f} bytes are {_gib(token_bytes * tokens)} GiB; "
+        f"{_gib(figures['total_bytes'] - token_bytes * tokens)} GiB do not depend on the number of tokens",
     ]
     if figures["steps"]:
-        lines += ["", "settings to turn on first, each in addition to those above; time is an upper bound",
+        lines += ["", "settings to turn on first, each in addition to the previous ones; time is an upper bound",
                   f"  {'setting':<30}{'saves GiB':>12}{'time':>8}{'leaves GiB':>12}"]  # fmt: skip
     for step in figures["steps"]:
         setting = f"{step['key']}={step['value']}"

@@ -421,8 +421,12 @@ class TrainingSwitches:
     """
 
     schedule: str = schedule_option()
-    precision: str = option("bf16_master", "of weights and activations; master: fp32 copy", choices=tuple(PRECISIONS))
-    optimizer: str = option("adamw", "whose state is kept", choices=OPTIMIZERS)
+    precision: str = option(
+        "bf16_master",
+        "dtype of weights and activations; master: with an fp32 copy of the weights",
+        choices=tuple(PRECISIONS),
+    )
+    optimizer: str = option("adamw", "optimizer whose state is counted", choices=OPTIMIZERS)
     recompute: str = option("none", "what backward recomputes", choices=RECOMPUTE)
     saved_activations: str = option("keep", "how saved activations are stored", choices=SAVED)
     zero_stage: int = option(
@@ -437,7 +441,7 @@ class TrainingSwitches:
     chunked_loss_tokens: int = option(0, "tokens per chunk of the loss; 0: all at once", least=0, most=MOST)
     tiled_mlp_tokens: int = option(0, "tokens per tile of the feed-forward; 0: all at once", least=0, most=MOST)
     data: str = option("shard", "each rank reads its shard of the tokens, or the whole batch", choices=DATA)
-    gradients_kept: bool = option(True, "gradients are kept through the step, as when they accumulate")
+    gradients_kept: bool = option(True, "whether gradients are kept through the step, as when they accumulate")
     transients: bool = option(True, "count transient tensors too")
 
 
@@ -465,20 +469,23 @@ class TrainingSetup(TrainingSwitches):
             raise InputError(f"ranks={self.ranks}: more ranks than tokens (tokens={self.tokens})")
         for key in ("heads", "kv_heads"):
             if getattr(self.model, key) % self.tensor_ranks:
-                raise InputError(f"tensor_ranks={self.tensor_ranks}: does not divide {key}={getattr(self.model, key)}")
+                raise InputError(f"tensor_ranks={self.tensor_ranks}: must divide {key}={getattr(self.model, key)}")
         if self.pipeline_ranks * self.pipeline_chunks > self.model.layers:
             raise InputError(
-                f"pipeline_ranks={self.pipeline_ranks}: times pipeline_chunks={self.pipeline_chunks} is more than "
-                f"layers={self.model.layers}"
+                f"pipeline_ranks={self.pipeline_ranks}: pipeline_ranks times pipeline_chunks={self.pipeline_chunks} "
+                f"is more than layers={self.model.layers}"
             )
         if self.pipeline_ranks == 1 and self.pipeline_chunks > 1:
-            raise InputError(f"pipeline_chunks={self.pipeline_chunks}: there is one stage; set pipeline_ranks")
+            raise InputError(
+                f"pipeline_chunks={self.pipeline_chunks}: has no effect with one pipeline rank; set pipeline_ranks"
+            )
         if not self.gradients_kept and self.micro_batches > 1:
             raise InputError(
-                f"gradients_kept=false: gradients of micro_batches={self.micro_batches} accumulate, so they are kept"
+                f"gradients_kept=false: must be true with micro_batches={self.micro_batches}, because their "
+                "gradients accumulate"
             )
         if self.offload == "parameters" and self.zero_stage < 3:
-            raise InputError("offload=parameters: weights are fetched layer by layer under zero_stage=3 only")
+            raise InputError("offload=parameters: needs zero_stage=3, which fetches weights layer by layer")
 
     @property
     def numbers(self) -> Precision:

@@ -327,7 +327,7 @@ def judged(answers: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def _apart(error: Exception) -> Finding:
-    advice = "check that every machine reaches MASTER_ADDR and its port, and that no firewall blocks it"
+    advice = "check that every machine can connect to MASTER_ADDR and MASTER_PORT, and that no firewall blocks the port"
     return Finding("ranks", ERROR, str(error), advice)
 
 
@@ -469,7 +469,7 @@ def kernel_forms(gpus: Sequence[Gpu]) -> list[str]:
     try:
         import ringattn.engine.forms as forms
     except ModuleNotFoundError as error:  # only CUDA builds of torch install triton
-        return [f"engine='triton' does not run here: no {error.name}"]
+        return [f"engine='triton' does not run here: {error.name} is not installed"]
     visible = range(torch.cuda.device_count())
     kinds = {gpu.capability for gpu in gpus} or {torch.cuda.get_device_capability(n) for n in visible}
     return [forms.on_device(kind) for kind in sorted(kinds)] or ["engine='triton' does not run here: no GPU"]

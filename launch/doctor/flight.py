@@ -95,7 +95,7 @@ def divergences(records: Mapping[int, Record]) -> list[str]:
     every = []
     world_size = next(iter(records.values()))["world_size"]
     for rank in sorted(set(range(world_size)) - set(records)):
-        text = f"rank {rank} left no record: it was killed, it hangs, or its record is in another folder"
+        text = f"there is no record of rank {rank}: it was killed, it hangs, or its record is in another folder"
         every.append(Divergence(MISSING, 0, rank, text))
     for sender in records:
         for receiver in records:
@@ -144,10 +144,10 @@ def _unanswered(more: Stream, fewer: Stream, waiting: Record, owing: Record, owe
     distance = ABSENT if first_unfinished(owing, until_s) is None else WAITING
     started = [flight for flight in owing["flights"] if flight["posted_s"] <= until_s]
     posted = [flight for flight in started if flight["state"] != LAUNCHING]
-    where = f"exchange {posted[-1]['sequence']}, '{label_of(posted[-1])}'" if posted else "no exchange at all"
+    where = f"exchange {posted[-1]['sequence']}, '{label_of(posted[-1])}'" if posted else "no exchange"
     if started and started[-1]["state"] == LAUNCHING:
         where += f"; it is inside the launch of exchange {started[-1]['sequence']}"
-    text = f"rank {owing['rank']} never posted its {owed}; the last that it posted was {where}"
+    text = f"rank {owing['rank']} never posted its {owed}; its last posted exchange is {where}"
     if fewer.total < more.first:
         sequence = waiting["flights"][0]["sequence"]
         dropped = f"rank {waiting['rank']} has dropped the first of them, from before exchange {sequence}"
@@ -200,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(wrapped(HELP)))
         return 0
     if len(argv) != 1:
-        raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")
+        raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; see --help")
     records = read_records(Path(argv[0]))
     console = Console()
     if not console.is_terminal:
@@ -219,7 +219,7 @@ def read_records(folder: Path) -> dict[int, Mapping[str, Any]]:
     files = sorted(folder.glob("flight-*.json"))
     if not files:
         why = "holds no flight-<rank>.json" if folder.is_dir() else "is not a folder"
-        raise InputError(f"{folder} {why}; set RINGATTN_FLIGHT_DIR before a run to get records when it fails")
+        raise InputError(f"{folder} {why}; set RINGATTN_FLIGHT_DIR before a run to get records if it fails")
     records: dict[int, Mapping[str, Any]] = {}
     for file in files:
         try:

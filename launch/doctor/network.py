@@ -107,7 +107,7 @@ def ports(facts: Network) -> list[Finding]:
             findings.append(Finding(
                 "RDMA ports", WARNING, f"{port.name} is {port.state or 'in an unknown state'}",
                 "check the cable, the switch and the subnet manager (ibstat), or name the other ports in NCCL_IB_HCA",
-                "NCCL leaves it out, so there is less bandwidth between nodes",
+                "NCCL does not use it, so there is less bandwidth between nodes",
             ))  # fmt: skip
     rates = {port.gbps for port in active}
     text = ", ".join(f"{port.name} {_rate(port.gbps)} {port.layer}" for port in active)
@@ -159,7 +159,7 @@ def named(facts: Network, environment: Mapping[str, str]) -> list[Finding]:
         real = next((name for name in up if name not in virtual), "eth0")
         findings.append(Finding("NCCL_SOCKET_IFNAME", NOTE, f"not set, and there are virtual interfaces: "
                                 f"{', '.join(virtual)}", f"on several nodes NCCL_SOCKET_IFNAME={real}",
-                                "ranks cannot connect to an address that other nodes do not reach"))  # fmt: skip
+                                "other nodes cannot connect to an address of a virtual interface"))  # fmt: skip
     return findings
 
 
@@ -191,9 +191,9 @@ def _chosen(
                         f"name one of those, or unset {variable}", why)]  # fmt: skip
     absent = [] if without else [name for name in names if not any(matches(name, entry) for entry in present)]
     if absent:
-        text = f"={value}: there is no {kind} {', '.join(absent)}; it leaves {', '.join(left)}"
-        return [Finding(variable, WARNING, text, "remove them, or find out why they are missing", why)]
-    return [Finding(variable, OK, f"={value} leaves {', '.join(left)}")]
+        text = f"={value}: there is no {kind} {', '.join(absent)}; the usable ones are {', '.join(left)}"
+        return [Finding(variable, WARNING, text, "remove these names, or find out why the devices are missing", why)]
+    return [Finding(variable, OK, f"={value} selects {', '.join(left)}")]
 
 
 def memlock(facts: Network) -> Finding:
@@ -220,7 +220,10 @@ def distances(facts: Network) -> list[Finding]:
     """Check how far each GPU is from its nearest port."""
     far = [near for near in facts.nearest if near.distance > SWITCH]
     text = ", ".join(f"GPU {near.gpu} to {near.device} over {DISTANCES[near.distance]}" for near in facts.nearest)
-    why = "GPUDirect RDMA is slow through a host bridge and off beyond it, where messages pass through host memory"
+    why = (
+        "GPUDirect RDMA is slow through a host bridge. Beyond a host bridge it is off, and messages pass through "
+        "host memory"
+    )
     if any(near.distance >= NUMA for near in far):
         return [Finding("NIC to GPU", WARNING, text, "use the GPUs near a port, or NCCL_NET_GDR_LEVEL=SYS if it "
                         "measures faster", why)]  # fmt: skip
@@ -245,7 +248,7 @@ def acs(facts: Network) -> Finding:
     """Check the access control services of PCIe, which send peer-to-peer traffic through the root."""
     why = "peer-to-peer traffic between GPUs and ports passes through the root: slow, and wrong on some machines"
     if facts.redirecting is None:
-        advice = "sudo ringattn doctor, or sudo lspci -vvv | grep ACSCtl: want ReqRedir- CmpltRedir-"
+        advice = "sudo ringattn doctor, or sudo lspci -vvv | grep ACSCtl: it should print ReqRedir- CmpltRedir-"
         return Finding("ACS", NOTE, "unknown: only root can read the registers of PCIe bridges", advice, why)
     if facts.redirecting:
         advice = "turn ACS off in the BIOS, or on these bridges by setpci (a virtual machine needs it, and then ATS)"
@@ -255,7 +258,10 @@ def acs(facts: Network) -> Finding:
 
 def blocks(environment: Mapping[str, str]) -> list[Finding]:
     """Check that an exchange needs no more thread blocks and clusters than the kernels leave free."""
-    why = "an exchange that needs more multiprocessors than kernels leave free starts after them, without overlap"
+    why = (
+        "an exchange that needs more multiprocessors than kernels leave free starts when the kernels have ended, "
+        "without overlap"
+    )
     warnings = overlap_warnings(environment, NcclOptions(), frozenset(Capability))
     margin = NcclOptions().margin
     return [Finding("CTAs and CGA", WARNING, text, "", why) for text in warnings] or [

@@ -113,16 +113,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 def cuda(build: str | None, driver: str | None, available: bool) -> Finding:
     """Check that torch and the driver fit together. `build` is the CUDA version of torch, None for a CPU build."""
     if build is None and driver is None:
-        return Finding("CUDA", NOTE, "torch without CUDA, no NVIDIA driver: rings run on CPUs, over shared memory "
-                       "within a machine and gloo between machines")  # fmt: skip
+        return Finding("CUDA", NOTE, (
+            "torch has no CUDA and there is no NVIDIA driver: rings run on CPUs, over shared memory within a "
+            "machine and gloo between machines"
+        ))  # fmt: skip
     if build is None:
         return Finding("CUDA", ERROR, f"driver {driver} is installed, but torch is a CPU build, so no GPU is used",
                        "install a CUDA build of torch (https://pytorch.org/get-started/locally)")  # fmt: skip
     if driver is None:
-        return Finding("CUDA", WARNING, f"torch for CUDA {build}, and no NVIDIA driver: no GPU is used",
+        return Finding("CUDA", WARNING, f"torch is built for CUDA {build}, but there is no NVIDIA driver",
                        "install the driver, or start the container with its GPUs (--gpus all)")  # fmt: skip
     if not available:
-        return Finding("CUDA", ERROR, f"torch for CUDA {build} finds no device under driver {driver}",
+        return Finding("CUDA", ERROR, f"torch, built for CUDA {build}, finds no device with driver {driver}",
                        "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for this CUDA")  # fmt: skip
     return Finding("CUDA", OK, f"torch for CUDA {build}, driver {driver}")
 
@@ -134,7 +136,7 @@ def nccl(library: Nccl, torch_version: int | None) -> list[Finding]:
     text = f"{version_text(library.version)} from {library.path}"
     if torch_version is not None and torch_version // 100 != library.version // 100:
         was = version_text(torch_version)
-        return [Finding("NCCL", WARNING, f"{text}, and torch was built with {was}",
+        return [Finding("NCCL", WARNING, f"{text}, but torch was built with {was}",
                         "reinstall torch to restore its NCCL wheel; see the wheels below")]  # fmt: skip
     return [Finding("NCCL", OK, text)]
 
@@ -154,7 +156,7 @@ def wheels(installed: Sequence[Wheel], cuda_build: str | None) -> list[Finding]:
         owner = next((wheel.name for wheel in group if wheel.intact), "neither of them")
         spare = [wheel.name for wheel in group if cuda_build and f"cu{cuda_build.split('.')[0]}" not in wheel.name]
         remove = " ".join(spare or [wheel.name for wheel in group])
-        return [Finding("NCCL wheels", ERROR, f"{names} install the same file, which is now that of {owner}",
+        return [Finding("NCCL wheels", ERROR, f"{names} install the same file, whose current version is from {owner}",
                         f"pip uninstall {remove}, then pip install --force-reinstall --no-deps the one that torch "
                         "needs")]  # fmt: skip
     if broken := [wheel for wheel in installed if wheel.intact is False]:
@@ -222,8 +224,8 @@ def processors(cores: int, allowed: int, numa_nodes: int, threads: str | None) -
     """Report the cores of the machine and those that this process may use; `threads` is OMP_NUM_THREADS."""
     text = f"{allowed} of {cores} cores, {numa_nodes} NUMA node{'s' if numa_nodes > 1 else ''}"
     if threads is not None and threads.isdigit() and int(threads) > allowed:
-        return [Finding("processors", WARNING, f"{text}; OMP_NUM_THREADS={threads} is more than there are",
-                        f"set it to cores over ranks, at most {allowed}")]  # fmt: skip
+        return [Finding("processors", WARNING, f"{text}; OMP_NUM_THREADS={threads} is more than the number of cores",
+                        f"set it to cores / ranks, at most {allowed}")]  # fmt: skip
     advice = "bind each rank to the node of its GPU (torchrun --numa-binding=node)" if numa_nodes > 1 else ""
     return [Finding("processors", OK, text, advice)]
 
@@ -238,7 +240,7 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
         findings.append(Finding("environment", ERROR, str(error)))
     if settings.get("NCCL_P2P_DISABLE") == "1":
         findings.append(Finding("environment", WARNING, "NCCL_P2P_DISABLE=1 sends all messages through the host",
-                                "unset it unless it works around a fault of this machine"))  # fmt: skip
+                                "unset it, unless it works around a fault of this machine"))  # fmt: skip
     listed = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
     return [*findings, Finding("environment", NOTE if settings else OK, listed or "no NCCL_ or TORCH_ variable is set")]
 
@@ -246,11 +248,11 @@ def variables(environment: Mapping[str, str]) -> list[Finding]:
 def kernels_name(installed: str | None, origin: str | None) -> Finding:
     """Check that `import kernels` finds Hugging Face's package. `origin` is the file that it finds, or None."""
     if installed is None:
-        return Finding("kernels", OK, "Hugging Face's package of that name is not installed, so nothing can clash")
+        return Finding("kernels", OK, "Hugging Face's package `kernels` is not installed, so there is no conflict")
     if origin is None:
         return Finding("kernels", ERROR, f"kernels {installed} is installed, and `import kernels` finds another folder",
-                       "transformers would fail: start elsewhere, or take the folder that holds kernels/ off "
-                       "PYTHONPATH")  # fmt: skip
+                       "transformers would fail: start in another folder, or remove the folder that holds kernels/ "
+                       "from PYTHONPATH")  # fmt: skip
     return Finding("kernels", OK, f"Hugging Face's kernels {installed} is found")
 
 
@@ -286,7 +288,7 @@ def exchange(answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
         latency_us = max(answer["latency_us"] for answer in speeds)
         size = f"{speeds[0]['message_bytes'] / 2**20:.0f} MiB"
         text = (f"over {answers[0]['transport']}: {slowest / 1e9:.2f} GB/s each way in messages of {size}, "
-                f"{latency_us:,.0f} µs for a small one")  # fmt: skip
+            f"{latency_us:,.0f} µs for a small message")  # fmt: skip
         findings.append(Finding("exchange", OK, text))
     return findings
 

@@ -75,10 +75,10 @@ def main(argv: Sequence[str]) -> int:
     processors = len(os.sched_getaffinity(0))
     if not nccl and described["constants"]["cores"] < processors:
         print(f"only {described['constants']['cores']} of {processors} processors were free: calibrate again when "
-              "nothing else runs, unless that is a limit of this machine")  # fmt: skip
+            "nothing else runs, unless this machine limits the number")  # fmt: skip
     is_default = config.out == CALIBRATION_FILE
-    use = "predictions in this folder use it" if is_default else f"use it as cluster={out}"
-    print(f"written to {out}; {use}")
+    use = "commands that start in this folder use it for predictions" if is_default else f"use it as cluster={out}"
+    print(f"written: {out}; {use}")
     return 0
 
 
@@ -122,7 +122,10 @@ def _show(described: dict[str, Any]) -> None:
             table.add_row(key, f"{value:.4g}", unit)
     Console().print(table)
     for name, fit in described["fit"].items():
-        print(f"{name}: measured and fitted differ by {fit['median_error']:.1%}, at most {fit['greatest_error']:.1%}")
+        print(
+            f"{name}: median difference between measured and fitted values {fit['median_error']:.1%}, largest "
+            f"{fit['greatest_error']:.1%}"
+        )
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

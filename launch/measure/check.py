@@ -34,26 +34,28 @@ NAMES = ("out", "dQ", "dK", "dV")
 class CheckConfig:
     """One check. Sizes count the whole sequence."""
 
-    ranks: int | None = option(None, "ranks to start; default torchrun's, else 4", least=1)
+    ranks: int | None = option(None, "ranks to start; those of torchrun if not set, else 4", least=1)
     transport: str = option(
-        "shm", "processes of this machine on CPU, processes on CPU anywhere, threads of this process, or processes "
-        "with a GPU each",
+        "shm", "processes on the CPUs of this machine, processes on CPUs of any machines, threads of this process, or "
+            "processes with a GPU each",
         choices=("shm", "gloo", "local", "nccl", "peer"),
     )  # fmt: skip
     engine: str = option("auto", "attention kernels", choices=ENGINES)
-    dtype: str = option("fp32", "of the inputs", choices=DTYPES)
+    dtype: str = option("fp32", "dtype of the inputs", choices=DTYPES)
     tokens: int = option(203, "tokens; odd by default, so that the ranks' counts differ", least=1)
     batch: int = option(2, "sequences", least=1)
     heads: int = option(4, "query heads", least=1)
     kv_heads: int = option(2, "key and value heads", least=1)
-    head_dim: int = option(32, "of queries and keys", least=1)
-    value_dim: int = option(32, "of values", least=1)
-    seed: int = option(0, "of the inputs", least=0, most=MOST_SEED)
+    head_dim: int = option(32, "elements of a head of queries and keys", least=1)
+    value_dim: int = option(32, "elements of a head of values", least=1)
+    seed: int = option(0, "seed of the inputs", least=0, most=MOST_SEED)
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
     combinations: str = option(
-        "all", "of masks, layouts and schedules: every one, or every two of these together", choices=("all", "pairs")
+        "all",
+        "which combinations of masks, layouts and schedules: all, or every pair of values",
+        choices=("all", "pairs"),
     )
-    verbose: bool = option(False, "print every case, not only a line for each schedule")
+    verbose: bool = option(False, "print each case, not only a line for each schedule")
     json: str = json_option()
 
 
@@ -120,12 +122,12 @@ def main(argv: Sequence[str]) -> int:
 
     config = load(argv, CheckConfig)
     if config.heads % config.kv_heads:
-        raise InputError(f"kv_heads={config.kv_heads}: does not divide heads={config.heads}")
+        raise InputError(f"kv_heads={config.kv_heads}: must divide heads={config.heads}")
     place = place_in_torchrun()
     with json_output(config.json if place is None or place.rank == 0 else "") as write:
         result = checked(config, place)
         if place is None or place.rank == 0:
-            verdict = f"{result['failed']} over their bound" if result["failed"] else "all exact"
+            verdict = f"{result['failed']} exceed their bound" if result["failed"] else "all exact"
             print(f"{result['cases']} cases, {verdict}")
             write(result)
     return 1 if result["failed"] else 0
@@ -185,7 +187,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     # With json=-, standard output is reserved for JSON.
     stream = sys.stderr if spec["json"] == STANDARD_OUTPUT else sys.stdout
     say: Callable[[str], None] = partial(print, flush=True, file=stream) if ring.rank == 0 else lambda _: None
-    bound = f"{OVER_ONE_DEVICE} x one device"
+    bound = f"{OVER_ONE_DEVICE} x the error of one device"
     if dtype in FULL_PRECISION_BOUND:
         bound = f"{FULL_PRECISION_BOUND[dtype]:.0e} x the largest value"
     say(f"{ring.world_size} ranks over {ring.transport.name}, {length} tokens, {spec['dtype']}, bound {bound}")
@@ -195,7 +197,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
     figures: list[dict[str, Any]] = []
     refused = refused_schedules(ring)
     for why in refused.values():
-        say(f"left out: {why}")
+        say(f"not checked: {why}")
     every = cases() if spec["combinations"] == "all" else paired_cases()
     everything = [case for case in every if case.schedule not in refused]
     for schedule, of_schedule in groupby(everything, key=lambda case: case.schedule):

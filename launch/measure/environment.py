@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 CALIBRATION_FILE = CALIBRATED
 """Default output file of `ringattn calibrate`."""
 NOT_CALIBRATED = (
-    "none: this machine is not calibrated; run `ringattn calibrate` here, or name other machines, as cluster=h100"
+    "none: this machine is not calibrated; run `ringattn calibrate` here, or name a cluster, as cluster=h100"
 )
 
 
@@ -116,8 +116,8 @@ def cluster_over(transport: str) -> tuple[Cluster | None, str]:
         return None, NOT_CALIBRATED
     if transport and transport != calibration["transport"]:
         return None, (
-            f"none: this machine is calibrated for {calibration['transport']}, and messages go over {transport}; "
-            f"run `ringattn calibrate transport={transport}`"
+            f"none: this machine is calibrated for {calibration['transport']}, but messages use {transport}; run "
+            f"`ringattn calibrate transport={transport}`"
         )
     return Cluster(**calibration["constants"]), ""
 

@@ -68,7 +68,7 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
     Raises `GateError` on every rank if the call is not exact at a small size.
     """
     errors = _gate(ring, config)
-    say("gate: exact at a small size; " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    say("exactness check at a small size: exact; " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     seq = sequence_of(ring, config, config.length)
     memory = PeakMemory(ring.device)
     leaves, dout = _inputs(ring, config, seq)
@@ -117,8 +117,8 @@ def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
         for name, x, y, bound in zip(("out", "dq", "dk", "dv"), got, reference, bounds, strict=True):
             verdict[name] = [absolute_error(x, y), error_of(x, y) <= bound]  # a NaN is not within any bound
     verdict = json.loads(ring.all_gather_text(json.dumps(verdict))[0])
-    if wrong := [f"{name} by {error:.1e}" for name, (error, right) in verdict.items() if not right]:
-        raise GateError(f"not exact at {length} tokens: wrong are {', '.join(wrong)}; nothing is measured")
+    if wrong := [f"{error:.1e} in {name}" for name, (error, right) in verdict.items() if not right]:
+        raise GateError(f"not exact at {length} tokens: the error is {', '.join(wrong)}; nothing is measured")
     return {name: error for name, (error, _) in verdict.items()}
 
 

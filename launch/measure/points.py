@@ -122,7 +122,7 @@ def read_lines(folder: Path) -> list[dict[str, Any] | None]:
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def read_points(folder: Path) -> dict[str, dict[str, Any]]:
@@ -205,17 +205,17 @@ class Folder:
         owner = _read_json(self.path / SWEEP)
         if owner is None:
             if (self.path / POINTS).exists():
-                raise InputError(f"out={self.path}: holds points, and no {SWEEP} says whose they are; {OTHER}")
+                raise InputError(f"out={self.path}: holds points, but no {SWEEP} that describes their sweep; {OTHER}")
             write_json(self.path / SWEEP, sweep, indent=1)
         elif owner["points"] != sweep["points"]:
             raise InputError(
-                f"out={self.path}: holds the points of another sweep ({' '.join(owner['words'])}); "
-                f"give the same options to resume that one, or {OTHER}"
+                f"out={self.path}: holds the points of another sweep ({' '.join(owner['words'])}); give the same "
+                f"options to resume that sweep, or {OTHER}"
             )
         elif owner["code"] != code:
             raise InputError(
-                f"out={self.path}: its points were measured with the code at {owner['code']}, and this is {code}; "
-                f"go back to that to resume, or {OTHER}"
+                f"out={self.path}: its points were measured with the code at {owner['code']}, but this is {code}; "
+                f"check out that version to resume, or {OTHER}"
             )
 
 
@@ -248,7 +248,7 @@ def _append_line(path: Path, line: bytes) -> None:
 def _not_recorded(path: Path, error: OSError) -> RingError:
     """Return the error for a record that could not be written."""
     if error.errno == errno.ELOOP:
-        return RingError(f"{path} is a symbolic link, and records are not written through one; remove it")
+        return RingError(f"{path} is a symbolic link, and records are not written through links; remove it")
     remedy = "free some space on the disk" if full_disk(error) else "make the folder and its files writable"
     return RingError(
         f"{path}: the record of this point could not be written ({error.strerror}). The records before it are "

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 PURPOSE = """\
-Measures one attention call behind its exactness gate: times of the slowest rank, bytes, memory, error, prediction.
+Checks that one attention call is exact, then measures it: times of the slowest rank, bytes, memory, error, prediction.
 Starts the ranks as processes of this machine, or uses the ranks of torchrun. --dry-run prints the command.
 Example: ringattn run ranks=4 tokens=16384 schedule=ring window=[511,0]
-Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other one node_rank=1)
+Nodes:   ringattn run ranks=8 nnodes=2 node_rank=0 rdzv_endpoint=node0:29400    (on the other node: node_rank=1)
 Hydra:   ringattn run -m tokens=4096,8192; --cfg job, --config-dir DIR, hydra/launcher=..., +, ++, ~ (--hydra-help)"""
 
 ENTRY = "ringattn.launch.measure.point:on_rank"
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if is_for_hydra(overrides):
             if len(overrides) < len(argv):
-                raise InputError(f"{DRY_RUN}: does not go with Hydra's own words; --cfg job shows what would be run")
+                raise InputError(f"{DRY_RUN}: cannot be combined with Hydra's flags; --cfg job shows what would be run")
             from ringattn.launch.measure.multirun import print_multirun
 
             try:
@@ -90,7 +90,7 @@ def load_here(overrides: Sequence[str], place: Place | None) -> RunConfig:
         how = (
             "run `ringattn sweep` instead, or give -m"
             if place is None
-            else ("run `ringattn sweep` instead, without torchrun, for it starts its own ranks")
+            else "run `ringattn sweep` instead, without torchrun, because it starts its own ranks"
         )
         raise InputError(f"{keys[0]}: one value at a time; {how}")
     config = load_run(overrides)
@@ -253,17 +253,17 @@ def table(config: RunConfig, facts: Mapping[str, Any]) -> str:
             if facts["backward_ms"]
             else f"{facts['tokens_per_s']:,.0f}",
         ),
-        ("TFLOP/s", f"{facts['tflops']:.4g} of all ranks, of the pairs that the mask keeps"),
+        ("TFLOP/s", f"{facts['tflops']:.4g} of all ranks, counting the pairs that the mask allows"),
         ("sent", f"{_mib(facts['bytes_sent'])} MiB by rank, in {facts['messages']} messages"),
         ("peak memory", f"{_mib(facts['peak_bytes'])} MiB by rank" + _reused(facts)),
-        ("  staging", f"{_mib(facts['pool_bytes'])} MiB by rank, for keys and values of others"),
+        ("  staging", f"{_mib(facts['pool_bytes'])} MiB by rank, for keys and values of other ranks"),
         ("error", ", ".join(f"{name} {error:.1e}" for name, error in facts["error"].items()) + " at a small size"),
     ]
     exposed = [f"{name} {max(by_rank):.3g} ms" for name, by_rank in facts["exposed_ms"].items() if by_rank]
     rows.append(("exposed", f"{', '.join(exposed)} on the rank that waits longest"))
     if config.world_size > 1:
         sign = "" if facts["arrivals_known"] else "at most "
-        why = "" if facts["arrivals_known"] else ": this transport does not tell when messages arrive that work hides"
+        why = "" if facts["arrivals_known"] else ": this transport does not report when hidden messages arrive"
         rows.append(("overlap", f"{sign}{facts['overlap']:.0%} of the communication is hidden{why}"))
     return "\n".join(f"{name:<12}  {figure}" for name, figure in rows)
 
@@ -278,7 +278,7 @@ def call_text(config: RunConfig, facts: Mapping[str, Any]) -> str:
 def _reused(facts: Mapping[str, Any]) -> str:
     """Return a note if a rank's peak is less than its staging buffers, which needs an explanation; else no text."""
     low = any(peak < slots for peak, slots in zip(facts["peak_bytes"], facts["pool_bytes"], strict=True))
-    return ", less than the staging buffers below because memory of the gate was used again" if low else ""
+    return ", less than the staging buffers below because memory of the exactness check was reused" if low else ""
 
 
 def _mib(sizes_bytes: Sequence[int]) -> str:

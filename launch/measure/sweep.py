@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PURPOSE = """\
 Measures every combination of the values given as key=1,2,4; every key of `ringattn run` can have several values.
-Run again with the same options, it resumes. --dry-run prints the commands and runs nothing.
+If it is run again with the same options, it resumes. --dry-run prints the commands and runs nothing.
 Example: ringattn sweep out=DIR ranks=1,2,4 schedule=ring,all_gather,direct tokens=4096,8192
 Presets: preset=strong (one length, more ranks), preset=weak (one length for each rank); other options override them.
 Slurm:   ringattn sweep launcher=slurm slurm.partition=gpu slurm.gpus_per_node=8 ranks=8 nnodes=1,2,4 ..."""
@@ -66,9 +66,9 @@ class SlurmConfig:
 class SweepConfig:
     """Options of the whole sweep."""
 
-    out: str = option("outputs/sweep", "folder of the records; one sweep a folder")
-    launcher: str = option("local", "what starts the points", choices=LAUNCHERS)
-    preset: str | None = option(None, "values to start from", choices=tuple(presets_of(SCALING)))
+    out: str = option("outputs/sweep", "folder of the records; use one folder per sweep")
+    launcher: str = option("local", "launcher of the points", choices=LAUNCHERS)
+    preset: str | None = option(None, "preset whose values other options override", choices=tuple(presets_of(SCALING)))
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
@@ -118,7 +118,7 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
         if override.key_or_group not in all_keys:
             raise no_such_key(override.key_or_group, all_keys)
         if override.key_or_group == "json":
-            raise InputError("json: a sweep writes the records of its points into out; `ringattn run` has json")
+            raise InputError("json: a sweep writes the records of its points into out; only `ringattn run` has json")
         if override.key_or_group in ("node_rank", "rdzv_endpoint"):
             raise InputError(f"{override.key_or_group}: the launcher of a sweep sets it on each node; leave it out")
         (of_sweep if override.key_or_group in keys else of_points).append(str(override.input_line))
@@ -143,7 +143,7 @@ def described(words: Sequence[str]) -> tuple[SweepConfig, list[Point]]:
         ]
     points = _each_once(points)
     if options.launcher == "local" and (far := [point for point in points if point.config.nnodes > 1]):
-        raise InputError(f"nnodes={far[0].config.nnodes}: launcher=local knows this machine alone; use launcher=slurm")
+        raise InputError(f"nnodes={far[0].config.nnodes}: launcher=local uses this machine only; use launcher=slurm")
     return options, points
 
 
@@ -181,7 +181,7 @@ def _preset_words(preset: str | None, overrides: Sequence[str]) -> list[str]:
 
 def equal_points(points: Sequence[Point]) -> list[str]:
     """Return a line for each point that stands for several combinations."""
-    return [f"the same work, run once: {point.label or 'all'}, with {'; '.join(point.equal)}"
+    return [f"run once, because they do the same work: {point.label or 'all'}, with {'; '.join(point.equal)}"
             for point in points if any(point.equal)]  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) ->
         list(folder.collect())
         records = read_points(path)
         todo = [point for point in points if not is_ok(point)]
-        print(f"{len(points)} points, {len(points) - len(todo)} of them there already, into {path}", flush=True)
+        print(f"{len(points)} points, {len(points) - len(todo)} of them already measured, in {path}", flush=True)
         print("".join(f"{line}\n" for line in equal_points(points)), end="", flush=True)
         labels, taken_s = {hash_of(point.config): point.label for point in todo}, []
         bar = Progress(TextColumn("sweep"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -242,7 +242,7 @@ def _run(options: SweepConfig, points: Sequence[Point], words: Sequence[str]) ->
     failed = sum(not is_ok(point) for point in points)
     print(f"{len(points) - failed} of {len(points)} points are ok, in {path}")
     if failed:
-        print("the others run again when the same command is given again")
+        print("the same command runs the other points again")
     return 1 if failed else 0
 
 
@@ -260,13 +260,14 @@ def _measure(options: SweepConfig, configs: Sequence[RunConfig], show: Callable[
         try:
             waiting = dict(zip(_executor(options, batch).map_array(job, batch), batch, strict=True))
         except Exception as error:
-            raise RingError(f"jobs could not be submitted: {error}; what has arrived is kept: give the same command "
-                            f"again to repeat what is missing. Logs: {options.out}/.submitit") from error  # fmt: skip
+            raise RingError(
+                f"jobs could not be submitted: {error}. Finished points are kept: give the same command again to run "
+                f"the missing points. Logs: {options.out}/.submitit") from error  # fmt: skip
         while waiting:
             for ended in [each for each in waiting if each.done()]:
                 config = waiting.pop(ended)
                 if failure := ended.exception():
-                    message = f"the job ended without an answer: {failure}; logs: {options.out}/.submitit"
+                    message = f"the job ended without a result: {failure}; logs: {options.out}/.submitit"
                     leave(job.folder, make_record(config, "error", message, {}, datetime.now(UTC), 0.0))
             show()
             time.sleep(LOOK_S)

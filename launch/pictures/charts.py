@@ -91,7 +91,7 @@ def draw_losses(path: str | Path, curves: Mapping[str, Sequence[float]], agreeme
     for (name, losses), style in zip(curves.items(), styles, strict=True):
         above.plot(range(1, len(losses) + 1), losses, label=name, solid_capstyle="round", **style)
     above.set_ylabel("loss, nats per byte")
-    above.set_title("The same training run, in one process and shared by several", loc="left", color=INK)
+    above.set_title("The same training run, in one process and in several", loc="left", color=INK)
     above.legend(frameon=False)
     lowest = _draw_agreements(below, agreements)
     highest = max(max(agreement.bound, *agreement.differences) for agreement in agreements)
@@ -147,7 +147,9 @@ def memory_figure(runs: Sequence[Bars], method: str) -> Figure:
                           fontsize=size, color=INK)  # fmt: skip
         middles.append((sum(xs) / len(xs), bars.title))
         first_x = xs[-1] + 2.0
-    axes.bar([0], [0], color=REPLICATED, label="weights, gradients, optimizer: the same on every rank (computed)")
+    axes.bar(
+        [0], [0], color=REPLICATED, label="weights, gradients and optimizer state, the same on every rank (computed)"
+    )
     axes.set_xticks(*zip(*middles, strict=True))
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("peak growth, MiB", color=INK)
@@ -175,13 +177,13 @@ NEAR_STEPS = 6
 MEASURES: tuple[tuple[str, str, Callable[[Simulated], float]], ...] = (
     ("time of a call", "s", lambda point: point.total_s),
     ("efficiency", "% of the kernel's rate", lambda point: 100 * point.efficiency),
-    ("sent by the rank that sends most", "GiB",
+    ("sent, largest value of any rank", "GiB",
      lambda point: sum(times.sent_bytes.max() for times in point.passes) / 2**30),
-    ("waiting, of the rank that waits most", "% of the time",
+    ("waiting, largest value of any rank", "% of the time",
      lambda point: 100 * sum(times.waiting_s.max() for times in point.passes) / point.total_s),
-    ("exposed messages, of the rank with most", "% of the time",
+    ("exposed messages, largest value of any rank", "% of the time",
      lambda point: 100 * sum(times.exposed_s.max() for times in point.passes) / point.total_s),
-    ("staging buffers, of the rank that holds most", "GiB", lambda point: point.held_bytes[2] / 2**30),
+    ("staging buffers, largest value of any rank", "GiB", lambda point: point.held_bytes[2] / 2**30),
 )  # fmt: skip
 LOGARITHMIC = "s", "GiB"
 MOST_RATIO = 200
@@ -279,8 +281,8 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
     assert image is not None
     fraction = 0.4 / len(ranks)  # the height of the upper panels grows with the number of ranks
     bar = figure.colorbar(image, ax=list(grid[0]), location="bottom", fraction=fraction, aspect=60, shrink=0.4)
-    bar.set_label("% of the time at work", color=INK)
-    handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages under way"),
+    bar.set_label("% of the time computing", color=INK)
+    handles = [Patch(color=WORK, label="work"), Patch(color=MESSAGES, label="messages in flight"),
                Patch(color=WAITING, label="waiting")]  # fmt: skip
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, labelcolor=INK)
     figure.suptitle(title, color=INK, fontsize=12)
@@ -434,7 +436,7 @@ def _draw_spans(
 
 
 def _finish(ax: Axes, title: str, shown_ms: float, ranks: int) -> None:
-    ax.set(xlim=(0, shown_ms), ylim=(ranks - 0.5, -0.5), xlabel="milliseconds from the pass's beginning")
+    ax.set(xlim=(0, shown_ms), ylim=(ranks - 0.5, -0.5), xlabel="milliseconds since the start of the pass")
     ax.set_title(title, loc="left", color=INK, fontsize=11)
     ax.annotate("exposed", (1.0, 1.0), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points", fontsize=8,
                 color=EXPOSED)  # fmt: skip
@@ -451,17 +453,17 @@ def _describe(figure: plt.Figure, tracks: Sequence[Track], predicted: bool, pred
     unsure_us = max(track.uncertainty_us for track in tracks)
     aligned = f"; clocks of the ranks agree within {unsure_us:.0f} us" if unsure_us else ""
     figure.suptitle(
-        f"What {len(tracks)} ranks did, and when{over}: {sign}{least:.1%} of the communication is hidden on the "
-        f"rank that hides least{aligned}", x=0.01, ha="left", color=INK, fontsize=12.5,
+        f"Timeline of {len(tracks)} ranks{over}: lowest share of hidden communication {sign}{least:.1%}{aligned}",
+        x=0.01, ha="left", color=INK, fontsize=12.5,
     )  # fmt: skip
     handles = [
         Patch(facecolor=ATTEND, label="attention" + (", with its step" if len(tracks) <= FEW_RANKS else "")),
         Patch(facecolor=OTHER, label="packing, merging"),
-        Patch(facecolor=MESSAGES, label="messages under way" + (", at most" if sign else "")),
-        Patch(facecolor=EXPOSED, edgecolor="white", hatch="//////", label="exposed: messages, and nothing else"),
+        Patch(facecolor=MESSAGES, label="messages in flight" + (", at most" if sign else "")),
+        Patch(facecolor=EXPOSED, edgecolor="white", hatch="//////", label="exposed: messages only, no computation"),
     ]
     if predicted:
-        handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label="below, pale: predicted"))
+        handles.append(Patch(facecolor=ATTEND, alpha=FAINT, label="pale, below: predicted"))
     legend = figure.legend(
         handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8.5, labelcolor=INK,
         title=textwrap.fill(f"predicted for {predictor}", NOTE_WIDTH) if predicted and predictor else None,
@@ -549,7 +551,7 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     problem = explanation.problem
     branches, ranks = branches_of(problem, head), problem.world_size
     if all(branch.dilation == 1 for branch in problem.mask.branches):
-        raise InputError("rows_picture draws dilated branches; give segment_lengths= and dilation_rates=")
+        raise InputError("rows_picture: needs dilated branches; give segment_lengths= and dilation_rates=")
     of_ranks = plt.get_cmap("tab10" if ranks <= 10 else "tab20")
     colors = ListedColormap([EMPTY, *(to_hex(of_ranks(rank % 20)) for rank in range(ranks))])
     figure, axes = plt.subplots(ranks, 1, figsize=(13, 1.1 + ranks * (0.45 + 0.42 * len(branches))), squeeze=False)

@@ -36,17 +36,17 @@ class ExplainConfig(MaskedCallConfig):
     tokens: int | None = tokens_option(8192, least=0)
     head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
     dtype: str = option("bf16", "of queries, keys and values", choices=DTYPES)
-    offset: str = option("mod", "dilated: which rows a head keeps", choices=OFFSETS[:3])
+    offset: str = option("mod", "dilated attention: which rows a head keeps", choices=OFFSETS[:3])
     ranks: int = option(4, "ranks to plan for", least=1, most=MOST_RANKS)
-    cluster: str = option("", "what times are predicted for: a file of `ringattn calibrate`, or one of "
+    cluster: str = option("", "machines to predict for: a file of `ringattn calibrate`, or one of "
                           + ", ".join(CLUSTERS) + "; this machine if not set and calibrated",
                           names=tuple(CLUSTERS))  # fmt: skip
-    sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
+    sm_margin: int = option(0, "multiprocessors of a GPU that are reserved for exchanges; NCCL uses 8", least=0)
     operations: bool = option(False, "also list every operation, one per line")
-    all_ranks: bool = option(False, "show every rank also if there are more than 16")
+    all_ranks: bool = option(False, "show every rank even if there are more than 16")
     json: str = json_option()
-    picture: str = option("", "file to draw the schedule into (PNG)", writes="picture")
-    rows_picture: str = option("", "dilated: file to draw into which rows each rank keeps, sends and receives (PNG)",
+    picture: str = option("", "file for a picture of the schedule (PNG)", writes="picture")
+    rows_picture: str = option("", "dilated attention: file for a picture (PNG) of the rows of each rank",
                                writes="picture")  # fmt: skip
 
     def check(self) -> None:
@@ -59,7 +59,9 @@ class ExplainConfig(MaskedCallConfig):
 def main(argv: Sequence[str]) -> int:
     """Run the command. Raises `InputError` for bad options."""
     if "--help" in argv or "-h" in argv:
-        print(help_text("explain", "Print who sends what to whom, when, and what it costs.", ExplainConfig))
+        print(
+            help_text("explain", "Print which ranks exchange which blocks in each step, and the costs.", ExplainConfig)
+        )
         return 0
     from ringattn.launch.config import load
 
@@ -88,13 +90,13 @@ def show(explanation: Explanation, config: ExplainConfig) -> None:
 
         with writing("picture", config.picture):
             draw_schedule(explanation, config.picture)
-        print(f"drawn into {config.picture}")
+        print(f"picture written: {config.picture}")
     if config.rows_picture:
         from ringattn.launch.pictures.charts import draw_rows
 
         with writing("rows_picture", config.rows_picture):
             draw_rows(explanation, config.rows_picture)
-        print(f"rows drawn into {config.rows_picture}")
+        print(f"picture of rows written: {config.rows_picture}")
 
 
 def explanation_of(config: ExplainConfig) -> Explanation:
@@ -107,7 +109,7 @@ def explanation_of(config: ExplainConfig) -> Explanation:
     cluster = cluster_named(config.cluster) if config.cluster else cluster_over("")[0]
     if cluster is None and config.sm_margin:
         raise InputError(
-            f"sm_margin={config.sm_margin}: has no effect without a prediction; name machines, as cluster=h100"
+            f"sm_margin={config.sm_margin}: has no effect without a prediction; name a cluster, as cluster=h100"
         )
 
     def of_rank(ring: Ring) -> Explanation | None:

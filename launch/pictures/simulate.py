@@ -22,7 +22,7 @@ from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import Disturbance, duration
 
 PURPOSE = """\
-Simulates one attention call on any number of ranks of a cluster: its time, the work, waits and memory of the ranks,
+Simulates one attention call on any number of ranks of a cluster: its time, the computing, waiting and memory of ranks,
 and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ranks take seconds.
 Examples: ringattn simulate ranks=16384 tokens=1B cluster=h100
           ringattn simulate ranks=1,8,64,512,4096 tokens=1B scaling=both cluster=gb200 picture=scaling.png
@@ -76,7 +76,7 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
         print("\n" + table(everything[0]))
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"simulated in {time.perf_counter() - began:.1f} s, at most {peak_mib:,.0f} MiB of this process")
-    print("\n".join(wrap(f"constants: {cluster.source or 'of no stated source'}", 120, subsequent_indent="  ")))
+    print("\n".join(wrap(f"constants: {cluster.source or 'their source is not stated'}", 120, subsequent_indent="  ")))
     if config.picture:
         from ringattn.launch.pictures.charts import draw_curves, draw_point
 
@@ -86,7 +86,7 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
                 draw_point(config.picture, everything[0], title, names_of(disturbance))
             else:
                 draw_curves(config.picture, curves, title)
-        print(f"drawn into {config.picture}")
+        print(f"picture written: {config.picture}")
     return record(config, cluster, curves)
 
 
@@ -110,7 +110,11 @@ def factors(key: str, text: str, ranks: int) -> list[tuple[tuple[int, ...], floa
     for word in filter(None, text.strip("[]").split(",")):
         match = re.fullmatch("-".join([r"(\d+)"] * ranks) + r":(\d+(?:\.\d+)?)", word.strip())
         if match is None:
-            example = "3:1.5 for rank 3 and times half as long again" if ranks == 1 else "7-8:4 for four times as long"
+            example = (
+                "3:1.5 if rank 3 takes 1.5 times as long"
+                if ranks == 1
+                else "7-8:4 if messages between ranks 7 and 8 take 4 times as long"
+            )
             raise InputError(f"{key}={word}: write {example}")
         *named, factor = match.groups()
         pairs.append((tuple(map(int, named)), float(factor)))
@@ -150,8 +154,8 @@ def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
     """Return the title of the picture: the schedule and cluster, the call, and its disturbances."""
     config, most = simulator.config, max(points, key=lambda point: (point.ranks, point.tokens))
     layout = simulator.problem(most.tokens, most.ranks).q_layout.name
-    options = "" if config.overlap else ", messages after the work of their step"
-    options += f", {config.sm_margin} multiprocessors left to messages" if config.sm_margin else ""
+    options = "" if config.overlap else ", messages after the computation of their step"
+    options += f", {config.sm_margin} multiprocessors reserved for messages" if config.sm_margin else ""
     ranks = f"{'up to ' if len(points) > 1 else ''}{most.ranks:,} rank{'s'[: most.ranks > 1]}"
     batch = f"{config.batch} sequences of " if config.batch > 1 else ""
     heads = f"{config.heads} query and {config.kv_heads} K/V heads of {config.head_dim}"
@@ -169,14 +173,14 @@ def disturbances(disturbance: Disturbance) -> str:
     """Return a text about the slow ranks, slow links and jitter. Long lists are shortened."""
     parts = []
     if slow := disturbance.slow_ranks:
-        ranks = [f"rank {rank:,} works {factor:g} times as long" for rank, factor in slow]
+        ranks = [f"rank {rank:,} computes {factor:g} times as long" for rank, factor in slow]
         parts.append(_shortened(ranks))
     if links := disturbance.slow_links:
         pairs = [f"messages between ranks {rank:,} and {peer:,} take {factor:g} times as long"
                  for rank, peer, factor in links]  # fmt: skip
         parts.append(_shortened(pairs))
     if disturbance.jitter:
-        parts.append(f"jitter: work takes up to {100 * disturbance.jitter:.3g} % longer, seed {disturbance.seed}")
+        parts.append(f"jitter: computing takes up to {100 * disturbance.jitter:.3g} % longer, seed {disturbance.seed}")
     return "; ".join(parts) or "no stragglers, slow links or jitter"
 
 
@@ -218,15 +222,17 @@ def line(point: Simulated) -> str:
 
 def notes(points: Sequence[Simulated]) -> list[str]:
     """Return notes that define the figures of the table, and state how many tokens were rounded up."""
-    lines = ["efficiency: the allowed pairs alone, shared evenly, at the kernel's rate, over the simulated time; "
-             "exposed, waiting, MiB held: of the rank that has most"]  # fmt: skip
+    lines = [(
+        "efficiency: the time of the allowed pairs alone, divided evenly over the ranks, at the kernel's rate, as a "
+        "share of the simulated time; exposed, waiting, MiB held: the largest value of any rank"
+    )]  # fmt: skip
     worst = max(points, key=lambda point: point.tokens / point.requested_tokens)
     ratio = worst.tokens / worst.requested_tokens
     if ratio > 1:
         share = f"{ratio:,.1f} times as many" if ratio >= 2 else f"{max(ratio - 1, 1e-6):.4%} more"
         lines.append(
-            f"shards are of one length: tokens are rounded up, on {worst.ranks:,} ranks {worst.requested_tokens:,} to "
-            f"{worst.tokens:,}, {share}"
+            f"all shards have the same length, so tokens are rounded up: on {worst.ranks:,} ranks "
+            f"{worst.requested_tokens:,} to {worst.tokens:,}, {share}"
         )
     return lines
 

@@ -57,24 +57,28 @@ class SimulateConfig(CallConfig):
 
     tokens: int | None = tokens_option(131072, most=MOST)
     heads: int = option(32, "query heads", least=1, most=MOST_HEADS)
-    kv_heads: int = option(8, "key and value heads; divides heads", least=1, most=MOST_HEADS)
-    head_dim: int = option(128, "of queries, keys and values", least=1, most=MOST)
-    dtype: str = option("bf16", "of queries, keys and values", choices=DTYPES)
+    kv_heads: int = option(8, "key and value heads; must divide heads", least=1, most=MOST_HEADS)
+    head_dim: int = option(128, "elements of a head of queries, keys and values", least=1, most=MOST)
+    dtype: str = option("bf16", "dtype of queries, keys and values", choices=DTYPES)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
     schedule: str = schedule_option("ring")
     ranks: str = option("8", "ranks of the ring; several as 1,8,64")
-    scaling: str = option("strong", "several numbers of ranks have the same tokens, or the same per rank; tokens are "
-                          "those of the largest ring", choices=SCALINGS)  # fmt: skip
+    scaling: str = option("strong", (
+        "strong: all numbers of ranks have the same tokens; weak: the same tokens per rank, and tokens= is for the "
+        "largest ring"
+    ), choices=SCALINGS)  # fmt: skip
     cluster: str = option("h100", "machines: a file of `ringattn calibrate`, or one of " + ", ".join(CLUSTERS),
                           names=tuple(CLUSTERS))  # fmt: skip
-    overlap: bool = option(True, "messages overlap the work of their step; otherwise they follow it")
-    sm_margin: int = option(0, "multiprocessors of a GPU that attention leaves to exchanges, as NCCL takes 8", least=0)
-    slow_rank: str = option("", "ranks whose work takes longer, as 3:1.5 or 3:1.5,9:2")
-    slow_link: str = option("", "pairs whose messages take longer, either way, as 7-8:4")
-    jitter: float = option(0.0, "work takes up to this share longer, drawn for each rank and step", least=0.0)
+    overlap: bool = option(True, "messages overlap the computation of their step; otherwise they follow it")
+    sm_margin: int = option(0, "multiprocessors of a GPU that are reserved for exchanges; NCCL uses 8", least=0)
+    slow_rank: str = option("", "ranks that compute longer, as 3:1.5 or 3:1.5,9:2")
+    slow_link: str = option("", "pairs of ranks whose messages take longer, in both directions, as 7-8:4")
+    jitter: float = option(0.0, "computing takes up to this share longer, drawn for each rank and step", least=0.0)
     seed: int = option(0, "seed of the jitter", least=0, most=2**32 - 1)
     json: str = json_option()
-    picture: str = option("", "file to draw curves or, of one number of ranks, a timeline into (PNG)", writes="picture")
+    picture: str = option(
+        "", "file for a picture (PNG): curves, or a timeline if there is one number of ranks", writes="picture"
+    )
 
 
 class Simulated(NamedTuple):

@@ -46,12 +46,16 @@ class TimelineConfig(MaskedCallConfig):
     """One attention call to record, or the call of existing recordings, and the files to write."""
 
     ranks: int = option(4, "processes to start", least=1)
-    transport: str = option("auto", "what carries the messages; auto: what Ring takes here", choices=TRANSPORT_NAMES)
+    transport: str = option(
+        "auto", "transport of the messages; auto: the one that Ring chooses here", choices=TRANSPORT_NAMES
+    )
     warmup: int = option(2, "calls before the recorded one", least=0)
-    cluster: str = option("", "to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
+    cluster: str = option("", "machines to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
                           + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
-    recorded: str = option("", "folder of recordings to read instead of running; keys describe their call")
-    keep: str = option("", "folder to leave the recordings in")
+    recorded: str = option(
+        "", "folder of recordings to read instead of running a call; the keys then describe the recorded call"
+    )
+    keep: str = option("", "folder to write the recordings to")
     trace: str = option("timeline.json", "file for the trace; empty for none", writes="file")
     picture: str = option("timeline.png", "file for the picture (PNG); empty for none", writes="picture")
     timeout_s: float = option(120.0, "deadline of every wait for another rank, in seconds", above=0.0)
@@ -94,21 +98,21 @@ def main(argv: Many[str]) -> int:
     if config.keep:
         with writing("keep", config.keep):
             write_tracks(Path(config.keep), tracks)
-        print(f"recordings kept in {config.keep}")
+        print(f"recordings written: {config.keep}")
     print(table(tracks, prediction.passes))
-    print(f"recorded over {tracks[0].transport or 'a transport that the recordings do not name'}")
+    print(f"transport: {tracks[0].transport or 'not named in the recordings'}")
     print(f"predicted: {prediction.basis}")
     if config.trace:
         trace = chrome_trace(tracks, prediction.passes, prediction.cluster)
         with writing("trace", config.trace):
             write_file(Path(config.trace), json.dumps(trace))
-        print(f"trace written into {config.trace}; open it at ui.perfetto.dev")
+        print(f"trace written: {config.trace}; open it at ui.perfetto.dev")
     if config.picture:
         from ringattn.launch.pictures.charts import draw_timeline
 
         with writing("picture", config.picture):
             draw_timeline(config.picture, tracks, prediction.passes, prediction.cluster)
-        print(f"drawn into {config.picture}")
+        print(f"picture written: {config.picture}")
     return 0
 
 
@@ -145,7 +149,7 @@ def predict(ring: Ring, config: TimelineConfig) -> Prediction:
         calibrated, reason = cluster_for(ring)
         if calibrated is None:
             return Prediction([], "", reason)
-        cluster, basis = calibrated, f"for this machine, by the constants of its calibration: {calibrated.name}"
+        cluster, basis = calibrated, f"for this machine, with the constants of its calibration: {calibrated.name}"
     plans = explanation_on(ring, config).plans
     return Prediction([simulate(each, cluster.joined(ring.links)).spans for each in plans], cluster.name, basis)
 
@@ -154,8 +158,8 @@ def named_cluster(name: str) -> tuple[Cluster, str]:
     """Return the cluster that the option names, and a text about the basis of its predictions."""
     cluster = cluster_named(name)
     if cluster.calibrated:
-        return cluster, f"by the constants of the calibration: {cluster.name}"
-    return cluster, f"by the constants of a preset, which were not measured on this machine: {cluster.name}"
+        return cluster, f"with the constants of the calibration: {cluster.name}"
+    return cluster, f"with the constants of a preset, which were not measured on this machine: {cluster.name}"
 
 
 def explanation_on(ring: Ring, config: MaskedCallConfig, machines: Cluster | None = None) -> Explanation:
@@ -240,7 +244,7 @@ def predicted_spans(config: TimelineConfig, cluster: Cluster, tracks: Many[Track
             return predicted
         differences.append(difference)
     raise InputError(
-        f"the recorded call is not the described one: {differences[0]}; give the keys of the recorded call"
+        f"the recorded call differs from the described call: {differences[0]}; give the keys of the recorded call"
     )
 
 
@@ -251,7 +255,7 @@ def difference_of(tracks: Many[Track], predicted: Many[ByRank]) -> str:
             recorded, expected = sent_bytes(recorded_pass.spans), sent_bytes(by_rank[track.rank])
             if recorded != expected:
                 return (
-                    f"in its {recorded_pass.name} pass rank {track.rank} sent {sum(recorded.values()):,} bytes in "
+                    f"in the {recorded_pass.name} pass rank {track.rank} sent {sum(recorded.values()):,} bytes in "
                     f"{len(recorded)} exchanges, not {sum(expected.values()):,} bytes in {len(expected)}"
                 )
     return ""
@@ -290,7 +294,7 @@ def read_tracks(folder: Path) -> list[Track]:
 
 def table(tracks: Many[Track], predicted: Many[ByRank]) -> str:
     """Return a table by pass and rank: the total, communication and exposed milliseconds, and the overlap."""
-    lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'under way':>11}{'exposed':>9}{'overlap':>9}"
+    lines = [f"{'pass':<10}{'rank':>5}{'ms':>10}{'in flight':>11}{'exposed':>9}{'overlap':>9}"
              + (f"{'predicted ms':>14}" if predicted else "")]  # fmt: skip
     for number, first in enumerate(tracks[0].passes):
         for track in tracks:
@@ -303,6 +307,7 @@ def table(tracks: Many[Track], predicted: Many[ByRank]) -> str:
                 + (f"{ended_us / 1e3:>14.2f}" if predicted else "")
             )
     if not all(track.arrivals_known for track in tracks):
-        lines.append("under way and overlap are upper bounds: this transport does not tell when a message arrived that "
-                     "work hid; exposed is measured")  # fmt: skip
+        lines.append(
+            "in flight and overlap are upper bounds, because this transport does not report when hidden messages "
+            "arrive; exposed is measured")  # fmt: skip
     return "\n".join(lines)

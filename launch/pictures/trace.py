@@ -168,7 +168,7 @@ def check_alike(tracks: Sequence[Track], predicted: Sequence[ByRank]) -> None:
     for rank, names in recorded.items():
         if names != recorded[0]:
             raise InputError(
-                f"rank {rank} recorded {len(names)} passes and rank 0 {len(recorded[0])}, or others; "
+                f"rank {rank} recorded {len(names)} passes and rank 0 {len(recorded[0])}, or their names differ; "
                 "enter and leave ring.recording() at the same calls on every rank"
             )
     if predicted and len(predicted) != len(recorded.get(0, ())):

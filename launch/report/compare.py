@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         raise no_option(argv, flags[0], keys_of(CompareConfig))
     folders = [word for word in argv if "=" not in word]
     if len(folders) != 2:
-        raise InputError(f"expected two folders, got {' '.join(folders) or 'none'}; --help says more")
+        raise InputError(f"expected two folders, got {' '.join(folders) or 'none'}; see --help")
     config = load([word for word in argv if "=" in word], CompareConfig)
     with json_output(config.json) as write:
         before, after = (read_sweep(Path(folder)) for folder in folders)
@@ -123,8 +123,8 @@ def different_choices(pairs: Sequence[Pair]) -> list[str]:
         for key in AUTOMATIC
     )
     return [
-        f"auto took another {key}: {before} before, {after} after, in {count} of {len(pairs)} points; their times "
-        "compare two different calls"
+        f"auto chose another {key} ({before} before, {after} after) in {count} of {len(pairs)} points, so their "
+        "times belong to different calls"
         for (key, before, after), count in changes.items()
         if before != after
     ]

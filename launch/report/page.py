@@ -90,9 +90,10 @@ def simulated_panel(file: Path) -> dict[str, Any]:
         curves, config = record["curves"], record["config"]
         measures = {
             ("Time of a call, simulated", "Nothing of it was measured.", "s"): lambda point: point["total_s"],
-            ("Efficiency, simulated", "Allowed pairs alone, at the kernel's rate, over the simulated time.", "%"):
+            ("Efficiency, simulated",
+             "Time of the allowed pairs alone, at the kernel's rate, as a share of the simulated time.", "%"):
                 lambda point: point["efficiency"],
-            ("Waiting, simulated", "Of the rank that waits most.", "% of the time"):
+            ("Waiting, simulated", "Largest value of any rank.", "% of the time"):
                 lambda point: sum(each["waiting_s"][2] for each in point["passes"]) / point["total_s"],
         }  # fmt: skip
         charts = []
@@ -197,7 +198,7 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
     drawn = bool(ratios) and 1 / FAR <= median(ratios) <= FAR
     note = prediction_text(sweep)
     if note and not drawn:
-        note += " They are far from these times, and not drawn."
+        note += " They are far from the measured times, so they are not drawn."
     bound = " An upper bound: the transport does not report when a hidden message arrived. Exposed time is measured."
     metrics = [
         Metric("Throughput", "tokens/s", (Curve(sweep.tokens_per_s),), logarithmic=True),
@@ -210,16 +211,16 @@ def metrics_of(sweep: Sweep) -> list[Metric]:
             note=f"{' + '.join(sweep.passes).capitalize()}, slowest rank, with p10 to p90. {note}",
         ),
         Metric("Prediction", "% of measured", (Curve(of_measured(predicted), dashed=True),),
-               note=f"100 is right, less is too hopeful. {note}", aim=1.0),
+               note=f"100 is exact; below 100 the prediction is too optimistic. {note}", aim=1.0),
         Metric("Exposed communication", "% of the pass", (Curve(of_measured(lambda p: p.exposed_ms(sweep.passes))),),
-               note="Time in which the rank that waited longest stood still for messages."),
+               note="Time in which the rank that waited longest did nothing but wait for messages."),
         Metric("Memory of a rank", "MiB",
-               (Curve(mib("peak_bytes"), "peak"), Curve(mib("pool_bytes"), "the ring's own pool", dashed=True)),
-               note="The rank that needs most. Peak: growth of the whole rank."),
+               (Curve(mib("peak_bytes"), "peak"), Curve(mib("pool_bytes"), "the ring's pool", dashed=True)),
+               note="Largest value of any rank. Peak: growth of the memory of the process."),
         Metric("Sent by a rank", "MiB", (Curve(mib("bytes_sent")),),
-               note="Forward and backward of one pass, of the rank that sends most."),
+               note="Forward and backward of one pass, largest value of any rank."),
         Metric(overlap_name(sweep).capitalize(), "% of the communication", (Curve(lambda p: p.number("overlap")),),
-               note="Communication that ran while the same rank computed; the rank with least."
+               note="Communication that ran while the same rank computed, lowest value of any rank."
                + (bound if overlap_name(sweep) != "overlap" else "")),
     ]  # fmt: skip
     return [metric for metric in metrics if drawn or metric.title != "Prediction"]
@@ -232,8 +233,12 @@ def _ratio(sweep: Sweep, panel: Panel, what: str) -> Chart | None:
         values = {x: getattr(each, what.replace("-", "_"))
                   for x, each in zip(series.xs(), scaling(sweep, series), strict=True) if each}  # fmt: skip
         lines.append(Line(number, list(values), list(values.values())))
-    rate = "" if panel.view.name == "strong" else " By the rate of work (pairs that the mask keeps per second)."
-    note = f"Against the fewest ranks of the same series, which count as perfect; dotted: perfect.{rate}"
+    rate = (
+        ""
+        if panel.view.name == "strong"
+        else " Computed from the rate of work (pairs that the mask allows, per second)."
+    )
+    note = f"Relative to the fewest ranks of the same series, which count as perfect. The dotted line is perfect.{rate}"
     if what == "speed-up":
         return line_chart("Speed-up", note, "ranks", "times", lines, log_base=2, aim=float)
     return line_chart("Efficiency", note, "ranks", "% of perfect", lines, aim=lambda _: 1.0)

@@ -194,7 +194,7 @@ def read_sweep(folder: Path) -> Sweep:
     readable = [record for record in records if record is not None and all(record.get(key) for key in REQUIRED)]
     points = {record["hash"]: Point(record) for record in readable}
     if not points:
-        raise InputError(f"{folder / POINTS}: no point of a sweep in its {len(records)} lines")
+        raise InputError(f"{folder / POINTS}: none of its {len(records)} lines is a point of a sweep")
 
     def order(point: Point) -> tuple[Any, ...]:
         return point.tokens, point.world_size, *(point.options.get(key, "") for key in CHOICES)

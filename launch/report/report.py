@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(wrapped(HELP)))
         return 0
     if len(argv) != 1:
-        raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; --help says more")
+        raise InputError(f"expected one folder, got {' '.join(argv) or 'nothing'}; see --help")
     sweep = read_sweep(Path(argv[0]))
     console = console_of(WIDTH)
     console.print(summary_of(sweep), highlight=False, markup=False)
@@ -87,9 +87,9 @@ def summary_of(sweep: Sweep) -> str:
     """Return a text about the sweep: the number of points, how they ended, and when and with which code they ran."""
     text = f"{len(sweep.points)} point{'s'[: len(sweep.points) > 1]}: {len(sweep.ok)} with results"
     if sweep.failed:
-        text += f", {len(sweep.failed)} without"
+        text += f", {len(sweep.failed)} without results"
     if sweep.repeated:
-        text += f"; {sweep.repeated} run more than once, the last time counts"
+        text += f"; {sweep.repeated} run more than once, of which the last run is shown"
     if sweep.unreadable:
         text += f"; {sweep.unreadable} lines could not be read"
     days = sorted({_day(point.record["started"]) for point in sweep.points if point.record.get("started")})

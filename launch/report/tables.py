@@ -91,14 +91,16 @@ def results(sweep: Sweep, brief: bool = False) -> Table:
             close = close or (len(ok) > 1 and ok[0].world_size > 1)
         rows += [(*_options(sweep, point), *(show(point) for _, show in columns)) for point in ok]
     spread = "" if brief else ", with p10 to p90"
-    note = f"Times are medians of the slowest rank{spread}; bytes are those of the rank that has the most."
+    note = f"Times are medians of the slowest rank{spread}; bytes are the largest value of any rank."
     if marked:
         choices = ", ".join(key for key in CHOICES if key in sweep.varying)
         rows = [(BEST if n in marked else "", *row) for n, row in enumerate(rows)]
-        note += f" {BEST}: the fastest among points that differ only in {choices}"
-        note += ", if p10 to p90 of the next is slower." if close else "."
+        note += f" {BEST}: the fastest of the points that differ only in {choices}"
+        note += ", unless its p10 to p90 overlaps that of the next." if close else "."
     elif close:
-        note += " No point is marked as the fastest: p10 to p90 of the first two of each group overlap."
+        note += (
+            " No point is marked as the fastest, because p10 to p90 of the two fastest points of each group overlap."
+        )
     head = (*(("best",) if marked else ()), *sweep.columns, "tokens", "ranks")
     names = tuple(name for name, _ in columns)
     return Table("Results", (*head, *names), rows, frozenset(marked), f"{note} {prediction_text(sweep)}".strip(),

@@ -127,7 +127,7 @@ class Checkpoints:
         if not all_finite(self.everyone, model, optimizer):
             outlook = "no checkpoint exists yet: lower learning_rate and start again"
             if self._has_checkpoints():
-                outlook = "the checkpoints before it stay: lower learning_rate and resume from the last"
+                outlook = "the earlier checkpoints are kept: lower learning_rate and resume from the last one"
             raise NonFiniteError(
                 f"step {done} of {self.config.steps}: the weights or the optimizer's state after it are not finite, so "
                 f"they are not saved; {outlook}"
@@ -139,7 +139,7 @@ class Checkpoints:
 
         def begin() -> None:
             if lost := self.lock and self.lock.lost():
-                raise RingError(f"out={self.config.out}: {lost}; nothing is saved there any more")
+                raise RingError(f"out={self.config.out}: {lost}; no checkpoint is saved there any more")
             # Remove what a save or a removal left when the run was killed.
             for remains in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.deleted")]:
                 shutil.rmtree(remains)
@@ -191,7 +191,7 @@ class Checkpoints:
             of_rank = f" (rank {failed[0][0]})" if self.everyone.world_size > 1 else ""
             outlook = "no checkpoint exists yet"
             if self._has_checkpoints():
-                outlook = "the checkpoints before it stay, and resume=auto goes on from them"
+                outlook = "the earlier checkpoints are kept, and resume=auto resumes from the last one"
             raise RingError(f"{failed[0][1]}; {outlook}{of_rank}")
         return [answer for answer, _ in answers]
 
@@ -230,7 +230,7 @@ class Checkpoints:
         self._check(path, run["facts"])
         curve = Curve(run["losses"], run["grad_norms"], run["skipped_steps"])
         if len(curve.losses) > self.config.steps:
-            raise InputError(f"steps={self.config.steps}: {path} has {len(curve.losses)} steps behind it already")
+            raise InputError(f"steps={self.config.steps}: {path} was saved after {len(curve.losses)} steps already")
         state = _state(model, optimizer)
         try:
             with _without_group_warning():
@@ -254,12 +254,14 @@ class Checkpoints:
             damages.append(damage)
         else:
             raise InputError(
-                f"resume={self.config.resume}: {'; '.join(damages)}; no older checkpoint is good, so there is nothing "
-                "to go on from: bring the file back from a copy, or choose another folder with out=PATH to start again"
+                f"resume={self.config.resume}: {'; '.join(damages)}; no older checkpoint is undamaged, so the run "
+                "cannot resume: restore the file from a copy, or choose another folder with out=PATH to start again"
             )
         if damages and is_named:
-            raise InputError(f"resume={self.config.resume}: {'; '.join(damages)}; the next older good one is {path}")
-        self.damaged = [f"{damage}; going on from {path}" for damage in damages]
+            raise InputError(
+                f"resume={self.config.resume}: {'; '.join(damages)}; the next older undamaged checkpoint is {path}"
+            )
+        self.damaged = [f"{damage}; resuming from {path}" for damage in damages]
         if self.everyone.rank == 0:
             for line in self.damaged:
                 print(f"ringattn train: {line}", file=sys.stderr, flush=True)
@@ -292,15 +294,15 @@ class Checkpoints:
             return False, saved
         if saved:
             raise InputError(
-                f"resume={resume}: {saved[0]} is in the folder already; resume=auto goes on with it, else choose "
-                "another folder with out=PATH, or the checkpoints of two runs would be in one folder"
+                f"resume={resume}: {saved[0]} is in the folder already; use resume=auto to resume from it, or choose "
+                "another folder with out=PATH, so that checkpoints of two runs do not share a folder"
             )
         if resume == "never":
             return False, []
         if lacking := [rank for rank, (_, _, exists) in enumerate(views) if not exists]:
             where = f" on ranks {lacking}" if self.everyone.world_size > 1 else ""
             raise InputError(
-                f"resume={resume}: no complete checkpoint is there{where}; name a folder step-N that all machines see"
+                f"resume={resume}: it holds no complete checkpoint{where}; name a folder step-N that all machines see"
             )
         path = Path(resume)
         siblings = named(path.parent)
@@ -482,7 +484,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
 }
 """The names that `.metadata` may contain, and their objects. The path in `.metadata`, to which the checkpoint was
 saved, is not used."""
-REMEDY = "it might run code, and `ringattn train` writes no such thing: load only checkpoints that you trust"
+REMEDY = "it might run code, and `ringattn train` never writes it: load only checkpoints that you trust"
 
 
 # torch's reader unpickles `.metadata`, and its planner unpickles every entry that is not a tensor, both with any class.

@@ -36,7 +36,7 @@ class ModelConfig:
     layers: int = option(2, "transformer blocks", least=1)
     dim: int = option(128, "width of the residual stream", least=2)
     heads: int = option(4, "query heads", least=1)
-    kv_heads: int = option(2, "key/value heads; divides heads", least=1)
+    kv_heads: int = option(2, "key and value heads; must divide heads", least=1)
     hidden_dim: int = option(384, "width inside the feed-forward block", least=1)
     rope_base: float = option(10_000.0, "base of the rotary frequencies", least=1.0)
     tied: bool = option(True, "the output layer shares the embedding's weights")
@@ -52,50 +52,54 @@ class TrainConfig:
     """One training run. Sizes count the whole sequence, not one rank's share of it."""
 
     ranks: int | None = option(None, "processes that share each sequence; torchrun's / replicas, else 1", least=1)
-    replicas: int = option(1, "groups of ranks that train different sequences; divides batch", least=1)
+    replicas: int = option(1, "groups of ranks that train different sequences; must divide batch", least=1)
     tokens: int = option(2048, "tokens of one sequence, over all ranks", least=2)
     batch: int = option(1, "sequences of one optimizer step, over all replicas", least=1)
-    micro_batch: int | None = option(None, "sequences of a replica that pass at once; all if not set", least=1)
+    micro_batch: int | None = option(None, "sequences that a replica processes at once; all if not set", least=1)
     steps: int = option(60, "optimizer steps", least=1)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
-    attention: str = option("full", "which of the keys before it a query attends to", choices=ATTENTION)
-    segment_lengths: list[int] | None = option(None, "tokens of a segment of each dilated branch, as [2048,8192]")
-    dilation_rates: list[int] | None = option(None, "of each dilated branch, as [1,4]")
+    attention: str = option("full", "which of the keys up to its position a query attends to", choices=ATTENTION)
+    segment_lengths: list[int] | None = option(None, "segment length of each dilated branch, as [2048,8192]")
+    dilation_rates: list[int] | None = option(None, "dilation rate of each dilated branch, as [1,4]")
     schedule: str = schedule_option()
     engine: str = option("auto", "attention kernels", choices=ENGINES)
     transport: str = option("auto", "transport of the messages")
-    dtype: str = option("fp32", "of activations; weights stay fp32 under bf16", choices=("fp32", "fp64", "bf16"))
+    dtype: str = option("fp32", "dtype of activations; weights stay fp32 with bf16", choices=("fp32", "fp64", "bf16"))
     recompute: str = option(
-        "none", "of each block in backward; selective: all but attention; offloaded: full, inputs wait in host memory",
+        "none", "what backward recomputes; selective: all but attention; offloaded: full, with inputs in host memory",
         choices=RECOMPUTE,
     )  # fmt: skip
-    tiled_mlp_tokens: int | None = option(None, "tokens in the feed-forward at once; all if not set", least=1)
-    saved_activations: str = option("keep", "how activations wait for backward", choices=SAVED_ACTIVATIONS)
-    sharding: str = option("none", "of weights, gradients, optimizer over all processes (FSDP2)", choices=SHARDING)
-    chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)
-    optimizer: str = option("adamw", "what turns gradients into steps", choices=tuple(OPTIMIZERS))
-    learning_rate: float = option(1e-3, "of the optimizer, after the warm-up", least=0.0)
-    warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
-    weight_decay: float = option(0.01, "of the optimizer", least=0.0)
-    clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
-    nonfinite: str = option("stop", "after a loss or gradient norm that is inf or NaN", choices=NONFINITE)
-    seed: int = option(0, "of the weights and of the batches", least=0, most=MOST_SEED)
-    text: str = option("", "file to learn; empty: Python's language reference")
-    tokenizer: str = option("", "tokenizer.json of Hugging Face's tokenizers; empty: bytes are tokens")
-    pack_documents: bool = option(False, "fill sequences with whole documents, which do not see each other")
-    separator: str = option("\n\n", "what documents of the text end with")
-    curriculum_start_tokens: int | None = option(
-        None, "length of the first sequences; doubles up to the whole", least=2
+    tiled_mlp_tokens: int | None = option(
+        None, "tokens that the feed-forward processes at once; all if not set", least=1
     )
-    curriculum_steps: int = option(0, "steps until sequences have their whole length", least=0)
-    prompt_tokens: int = option(0, "tokens at the start of each sequence that are read, not learned", least=0)
+    saved_activations: str = option("keep", "how activations are stored until backward", choices=SAVED_ACTIVATIONS)
+    sharding: str = option("none", "sharding of weights, gradients and optimizer over ranks (FSDP2)", choices=SHARDING)
+    chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)
+    optimizer: str = option("adamw", "optimizer", choices=tuple(OPTIMIZERS))
+    learning_rate: float = option(1e-3, "learning rate after the warm-up", least=0.0)
+    warmup_steps: int = option(10, "steps over which the learning rate grows from 0", least=0)
+    weight_decay: float = option(0.01, "weight decay of the optimizer", least=0.0)
+    clip_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
+    nonfinite: str = option("stop", "what to do if a loss or gradient norm is inf or NaN", choices=NONFINITE)
+    seed: int = option(0, "seed of the weights and of the batches", least=0, most=MOST_SEED)
+    text: str = option("", "text to train on; empty: Python's language reference")
+    tokenizer: str = option("", "tokenizer.json of Hugging Face's tokenizers; empty: bytes are tokens")
+    pack_documents: bool = option(False, "fill sequences with whole documents, which do not attend to each other")
+    separator: str = option("\n\n", "text that ends each document")
+    curriculum_start_tokens: int | None = option(
+        None, "length of the first sequences; doubles until it equals tokens", least=2
+    )
+    curriculum_steps: int = option(0, "steps until sequences have their full length", least=0)
+    prompt_tokens: int = option(0, "tokens at the start of each sequence that have no label", least=0)
     threads_per_rank: int | None = option(None, "intra-op threads of a process; cores / ranks if not set", least=1)
     timeout_s: float = option(600.0, "deadline of every wait for another rank, in seconds", above=0.0)
-    limit_s: float = option(3600.0, "seconds after which the run is ended", above=0.0)
+    limit_s: float = option(3600.0, "seconds after which the run ends", above=0.0)
     out: str = option("outputs/train", "folder of result.json and of checkpoints")
     checkpoint_every_steps: int | None = option(None, "steps between checkpoints; none if not set", least=1)
-    resume: str = option("auto", "auto: from the last checkpoint in the folder out, if any; never; or the path of one")
-    restarts: int = option(0, "times that failed ranks are started again, from the last checkpoint", least=0)
+    resume: str = option(
+        "auto", "auto: from the last checkpoint in the folder out, if any; never; or the path of a checkpoint"
+    )
+    restarts: int = option(0, "how often failed ranks are started again, from the last checkpoint", least=0)
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
@@ -120,16 +124,16 @@ def check_sizes(config: TrainConfig) -> None:
     if config.ranks is not None and config.ranks > config.tokens:
         raise InputError(f"ranks={config.ranks}: more ranks than tokens (tokens={config.tokens})")
     if model.heads % model.kv_heads:
-        raise InputError(f"model.kv_heads={model.kv_heads}: does not divide model.heads={model.heads}")
+        raise InputError(f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}")
     if model.dim % (2 * model.heads):
         raise InputError(f"model.dim={model.dim}: must be an even multiple of model.heads={model.heads}")
     if config.batch % config.replicas:
         raise InputError(
-            f"batch={config.batch}: cannot be divided among replicas={config.replicas}; it counts the sequences of all "
-            "replicas together, so make it a multiple"
+            f"batch={config.batch}: must be a multiple of replicas={config.replicas}, because it counts the "
+            "sequences of all replicas"
         )
     if config.restarts and config.checkpoint_every_steps is None:
-        raise InputError(f"restarts={config.restarts}: there is nothing to go on from; set checkpoint_every_steps")
+        raise InputError(f"restarts={config.restarts}: needs checkpoints to restart from; set checkpoint_every_steps")
     _check_branches(config)
     _check_data(config)
 
@@ -141,8 +145,8 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
     """
     if config.saved_activations == "offload" and device_type == "cpu":
         raise InputError(
-            "saved_activations=offload: moves activations from a GPU to host memory, and this run is on a CPU; "
-            "use int8 or fp8, or recompute=full"
+            "saved_activations=offload: moves activations from a GPU to host memory, but this run is on a CPU; use "
+            "int8 or fp8, or recompute=full"
         )
     if config.recompute == "offloaded":
         from ringattn.layers.tiled import check_device
@@ -150,16 +154,16 @@ def check_switches(config: TrainConfig, device_type: str) -> None:
         check_device(device_type, "recompute=offloaded")
         if config.saved_activations != "keep":
             raise InputError(
-                f"saved_activations={config.saved_activations}: of a layer nothing is saved but its input, which "
-                "recompute=offloaded moves to host memory; leave one of the two out"
+                f"saved_activations={config.saved_activations}: cannot be combined with recompute=offloaded, which "
+                "saves only the input of each layer, in host memory; leave one of the two out"
             )
     optimizer_source(config.optimizer)
     if config.optimizer == "adamw8bit" and config.dtype == "fp64":
-        raise InputError("optimizer=adamw8bit: steps in float32 and would round dtype=fp64; use adamw")
+        raise InputError("optimizer=adamw8bit: computes in float32, which would round dtype=fp64; use adamw")
     if config.sharding != "none" and config.optimizer in ("adafactor", "adamw8bit"):
         raise InputError(
-            f"optimizer={config.optimizer}: takes statistics across a whole weight, of which a rank under "
-            f"sharding={config.sharding} has a part; use adamw, lion or sgd"
+            f"optimizer={config.optimizer}: computes statistics of a whole weight, but with "
+            f"sharding={config.sharding} a rank has only a part of it; use adamw, lion or sgd"
         )
 
 
@@ -171,7 +175,7 @@ def optimizer_source(name: str) -> str:
     for source in OPTIMIZERS[name].values():
         if find_spec(source.partition(":")[0].partition(".")[0]) is not None:
             return source
-    raise InputError(f"optimizer={name}: its package is missing; pip install {' or '.join(OPTIMIZERS[name])}")
+    raise InputError(f"optimizer={name}: its package is not installed; pip install {' or '.join(OPTIMIZERS[name])}")
 
 
 def doublings(start_tokens: int, tokens: int) -> int:
@@ -193,7 +197,7 @@ def unreached(config: TrainConfig) -> list[str]:
 def _check_data(config: TrainConfig) -> None:
     start = config.curriculum_start_tokens
     if (start is None) != (config.curriculum_steps == 0):
-        raise InputError("curriculum_steps: goes with curriculum_start_tokens; give both or neither")
+        raise InputError("curriculum_steps: give both curriculum_steps and curriculum_start_tokens, or neither")
     if start is not None:
         doublings(start, config.tokens)
         if config.ranks is not None and config.ranks > start:
@@ -201,16 +205,16 @@ def _check_data(config: TrainConfig) -> None:
     shortest, key = (config.tokens, "tokens") if start is None else (start, "curriculum_start_tokens")
     if config.prompt_tokens >= shortest:
         raise InputError(
-            f"prompt_tokens={config.prompt_tokens}: leaves nothing to learn of a sequence of {key}={shortest}; read "
-            "fewer tokens"
+            f"prompt_tokens={config.prompt_tokens}: leaves no label in a sequence of {key}={shortest}; use fewer "
+            "prompt tokens"
         )
     if config.pack_documents and config.micro_batch not in (None, 1):
         raise InputError(
-            f"micro_batch={config.micro_batch}: sequences of packed documents pass one by one, each has its own "
+            f"micro_batch={config.micro_batch}: packed sequences are processed one by one, because each has its own "
             "documents; leave it out"
         )
     if config.layout in OF_DOCUMENTS and not config.pack_documents:
-        raise InputError(f"layout={config.layout}: there are no documents; set pack_documents=true")
+        raise InputError(f"layout={config.layout}: needs documents; set pack_documents=true")
 
 
 def _check_branches(config: TrainConfig) -> None:
@@ -219,7 +223,7 @@ def _check_branches(config: TrainConfig) -> None:
         if config.attention == "full" and numbers is not None:
             raise InputError(f"{key}={numbers}: attention=full has no branches; set attention=dilated")
         if config.attention == "dilated" and numbers is None:
-            raise InputError(f"{key}: attention=dilated needs them, one number for each branch")
+            raise InputError(f"{key}: is missing; attention=dilated needs one number for each branch")
     if config.attention == "dilated":
         try:
             check(config.segment_lengths or (), config.dilation_rates or ())

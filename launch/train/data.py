@@ -64,11 +64,13 @@ def load(config: TrainConfig) -> Documents:
     """Load the text of the configuration. Raises `InputError`, with the key first, if it is unreadable or too short."""
     text = load_documents(config.text, config.separator, config.tokenizer)
     if not len(text.tokens):
-        raise InputError(f"tokenizer={config.tokenizer}: makes no token of the text; choose another, or another text")
+        raise InputError(
+            f"tokenizer={config.tokenizer}: produces no token from the text; choose another tokenizer or another text"
+        )
     if config.pack_documents and max(stop - start for start, stop in pairwise(text.cuts)) < 2:
         raise InputError(
-            f"text={config.text}: no document has a second token, so there is nothing to learn; documents end with "
-            f"{config.separator!r}, choose another separator or another text"
+            f"text={config.text}: no document has a second token, so there are no labels; documents end with "
+            f"{config.separator!r}: choose another separator or another text"
         )
     if not config.pack_documents and len(text.tokens) < config.tokens:
         raise InputError(
@@ -86,7 +88,7 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
     without special tokens. Raises `InputError`, with the key first.
     """
     if not separator:
-        raise InputError("separator: what documents end with must not be empty")
+        raise InputError("separator: must not be empty, because it ends each document")
     content = _read(path)
     mark = separator.encode()
     *ended, rest = content.split(mark)
@@ -101,9 +103,9 @@ def load_documents(path: str = "", separator: str = "\n\n", tokenizer: str = "")
     try:
         encoded = encoder.encode_batch([part.decode() for part in parts], add_special_tokens=False)
     except UnicodeDecodeError as error:
-        raise InputError(f"text={path}: a tokenizer needs UTF-8, {error}") from error
+        raise InputError(f"text={path}: must be UTF-8 for a tokenizer: {error}") from error
     except Exception as error:  # the library raises bare Exceptions
-        raise InputError(f"tokenizer={tokenizer}: cannot encode the text, {error}") from error
+        raise InputError(f"tokenizer={tokenizer}: cannot encode the text: {error}") from error
     documents = [document.ids for document in encoded if document.ids]
     tokens = torch.tensor([token for document in documents for token in document], dtype=torch.int32)
     # The number of tokens would be too small, because the ids may have gaps.
@@ -127,7 +129,7 @@ def _read(path: str) -> bytes:
 
 def _tokenizer(path: str) -> Any:
     if not Path(path).is_file():
-        raise InputError(f"tokenizer={path}: there is no such file; give a tokenizer.json")
+        raise InputError(f"tokenizer={path}: this file does not exist; give a tokenizer.json")
     try:
         return importlib.import_module("tokenizers").Tokenizer.from_file(path)
     except ModuleNotFoundError as error:

@@ -47,7 +47,7 @@ Example: python -m ringattn.launch.train.demo steps=20 layout=striped"""
 class DemoConfig:
     """The options of the demo itself. All other keys are those of the training run."""
 
-    verbose: bool = option(False, "print every case of the check, not only a line for each schedule")
+    verbose: bool = option(False, "print each case of the check, not only a line for each schedule")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,8 +108,9 @@ def _say_agreement(agreement: CurveDistance, ranks: int, console: Console) -> bo
     largest = max(agreement.differences)
     good = largest <= agreement.bound
     console.print(
-        f"{agreement.dtype}: over {len(agreement.differences)} steps the losses of {ranks} processes and of one differ "
-        f"by at most {largest:.1e} of the loss; bound {agreement.bound:.0e}: {'equal' if good else 'DIFFERENT'}",
+        f"{agreement.dtype}: over {len(agreement.differences)} steps the losses of {ranks} processes and of one "
+        f"process differ by at most {largest:.1e} of the loss; bound {agreement.bound:.0e}: "
+        f"{'equal' if good else 'DIFFERENT'}",
         soft_wrap=True,
     )
     return good
@@ -131,7 +132,7 @@ def _memory_told(runs: Sequence[dict[str, Any]]) -> list[str]:
     for run in runs:
         memory, tokens = max(run["memory_growth_bytes"]) / 2**20, max(run["tokens_of_rank"])
         lines.append(f"{run['ranks']:>9}  {tokens:>14,}  {memory:>10.1f} MiB  {run['tokens_per_s']:>9,.0f}")
-    return [*lines, f"memory: {runs[0]['memory_method']}; of the process that has most"]
+    return [*lines, f"memory: {runs[0]['memory_method']}; largest value of any process"]
 
 
 def _check(console: Console, verbose: bool) -> bool:

@@ -141,7 +141,7 @@ def _trained(
         for step in range(first_step, config.steps):
             if time.monotonic() > ends:
                 raise RingError(
-                    f"limit_s={config.limit_s:g}: that long the run has had, so it is ended after {step} of "
+                    f"limit_s={config.limit_s:g}: the time limit is reached, so the run ends after {step} of "
                     f"{config.steps} steps; raise limit_s"
                 )
             started = time.perf_counter()
@@ -162,7 +162,9 @@ def _trained(
             if checkpoints:
                 checkpoints.save_if_due(model, optimizer, curve)
     if len(curve.skipped_steps) == config.steps:
-        raise NonFiniteError(f"all {config.steps} steps were skipped, none was finite; see what nonfinite=stop says")
+        raise NonFiniteError(
+            f"all {config.steps} steps were skipped, because none was finite; nonfinite=stop reports the cause"
+        )
     return {
         "config": asdict(config),
         "replicas": config.replicas,
@@ -246,8 +248,8 @@ def nonfinite_step(name: str, loss: float, norm: float) -> NonFiniteError | None
     if not spoiled:
         return None
     return NonFiniteError(
-        f"{name}: its {' and its '.join(spoiled)}, so the weights were left as they were; lower learning_rate or "
-        "clip_norm and resume from the last checkpoint, or leave such steps out with nonfinite=skip"
+        f"{name}: its {' and its '.join(spoiled)}, so the weights were not changed; lower learning_rate or clip_norm "
+        "and resume from the last checkpoint, or skip such steps with nonfinite=skip"
     )
 
 
@@ -261,7 +263,7 @@ def skip(
     if config.nonfinite == "stop":
         raise error
     if not all_finite(everyone, model):
-        raise NonFiniteError(f"{name}: the weights are not finite, which skipping cannot mend; lower learning_rate")
+        raise NonFiniteError(f"{name}: the weights are not finite, which skipping cannot repair; lower learning_rate")
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -281,9 +283,9 @@ def backward(
     everyone.all_reduce([valid])
     if name and not valid:
         raise InputError(
-            f"{name}: no label is counted, so there is nothing to learn: the first token of each document and those "
-            f"before prompt_tokens={config.prompt_tokens} are read only; use longer documents or another separator, "
-            "fewer prompt_tokens, or a greater batch"
+            f"{name}: has no label, because the first token of each document and the first "
+            f"prompt_tokens={config.prompt_tokens} tokens have none; use longer documents or another separator, "
+            "fewer prompt_tokens, or a larger batch"
         )
     total = torch.zeros_like(valid)
     for number, (part, of_part) in enumerate(zip(parts, labels, strict=True)):

@@ -56,10 +56,12 @@ def agreed_ranks_of_ring(ranks: int | None, replicas: int) -> int:
     if place is None:
         return ranks or 1
     if place.world_size % replicas:
-        raise InputError(f"replicas={replicas}: torchrun started {place.world_size} processes; start a multiple")
+        raise InputError(
+            f"replicas={replicas}: torchrun started {place.world_size} processes; start a multiple of replicas"
+        )
     if ranks is not None and ranks * replicas != place.world_size:
         raise InputError(
-            f"ranks={ranks}: with replicas={replicas} these are {ranks * replicas} processes, and torchrun started "
+            f"ranks={ranks}: with replicas={replicas} this needs {ranks * replicas} processes, but torchrun started "
             f"{place.world_size}; leave ranks out"
         )
     return place.world_size // replicas
@@ -97,11 +99,13 @@ def join_process_group(everyone: Ring, key: str, timeout_s: float = 600.0) -> No
     process can have only one such group, or if the group has another number of ranks.
     """
     if everyone.world_size > 1 and isinstance(everyone.transport, LocalTransport):
-        raise InputError(f"{key}: the ranks are threads and it needs processes, as `ringattn train` starts them")
+        raise InputError(
+            f"{key}: needs ranks that are processes, as `ringattn train` starts them, but these ranks are threads"
+        )
     _open_process_group(everyone.device.type, everyone.rank, everyone.world_size, timeout_s)
     if dist.get_world_size() != everyone.world_size:
         raise InputError(
-            f"{key}: torch's process group has {dist.get_world_size()} ranks and this run {everyone.world_size}; "
+            f"{key}: torch's process group has {dist.get_world_size()} ranks but this run has {everyone.world_size}; "
             "train with all processes"
         )
 
@@ -191,10 +195,11 @@ def _compare(everyone: Ring, config: TrainConfig, facts: dict[str, Any]) -> None
         key = next((key for key in theirs if theirs[key] != first.get(key)), None)
         if key == "text":
             raise DisagreementError(
-                f"text={config.text}: rank {rank} reads other tokens or documents than rank 0; give every machine the "
-                "same text and tokenizer"
+                f"text={config.text}: the tokens or documents of rank {rank} differ from those of rank 0; give every "
+                "machine the same text and tokenizer"
             )
         if key is not None:
             raise DisagreementError(
-                f"{key}: rank {rank} has {theirs[key]} and rank 0 {first.get(key)}; start all ranks with the same words"
+                f"{key}: rank {rank} has {theirs[key]} but rank 0 has {first.get(key)}; start all ranks with the "
+                "same arguments"
             )

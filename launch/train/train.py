@@ -19,9 +19,9 @@ from ringattn.launch.ranks import place_in_torchrun, run_ranks_in_processes
 from ringattn.launch.train.config import TrainConfig, check_sizes, check_switches, load_train, unreached
 
 PURPOSE = """\
-Trains a byte-level transformer with exact attention over sequences that the ranks share. Starts the ranks as processes
-of this machine; under torchrun it takes part in place. Writes result.json: losses, gradient norms, times, memory.
-With checkpoint_every_steps it goes on where the last run in the folder out stopped; the number of ranks may differ.
+Trains a byte-level transformer with exact attention over sequences that the ranks share. It starts the ranks
+as processes of this machine, or uses those of torchrun, and writes result.json: losses, gradient norms, times, memory.
+With checkpoint_every_steps it resumes from the last checkpoint in the folder out; the number of ranks may differ.
 Example: ringattn train ranks=4 tokens=2048 steps=60 layout=zigzag model.layers=2"""
 ENTRY = "ringattn.launch.train.loop:train_rank"
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         config = replace(config, ranks=agreed_ranks_of_ring(config.ranks, config.replicas))
         check_sizes(config)
         if place is not None and config.restarts:
-            raise InputError(f"restarts={config.restarts}: torchrun restarts its own ranks; give it --max-restarts")
+            raise InputError(f"restarts={config.restarts}: has no effect under torchrun; use torchrun --max-restarts")
         if place is None:  # before any rank starts; torchrun's ranks compare their refusals later
             check_switches(config, device_type(config.transport))
             load(config)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return 2 if refused else 1
     if place is None or place.rank == 0:
         print(summary(result))
-        print(f"wrote {Path(config.out) / 'result.json'}")
+        print(f"written: {Path(config.out) / 'result.json'}")
     return 0
 
 
@@ -111,7 +111,7 @@ def summary(result: dict[str, Any]) -> str:
         [
             f"{result['replicas']} x {result['ranks']} ranks, tokens of each {result['tokens_of_rank']}: "
             f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses) + skipped} steps"
-            + (f", {result['first_step']} of them before" if result["first_step"] else "")
+            + (f", {result['first_step']} of them in earlier runs" if result["first_step"] else "")
             + (f", {skipped} skipped, which were not finite" if skipped else ""),
             f"{result['tokens_per_s']:,.0f} tokens/s (median step)",
             f"memory by rank, MiB: {memory} ({result['memory_method']})",

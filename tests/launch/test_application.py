@@ -152,7 +152,7 @@ def test_the_override_signs_of_hydra(ranks: FakeRanks) -> None:
         pytest.param("-m --cfg job", "--cfg: cannot be combined with -m; give one of them", marks=pytest.mark.slow),
         pytest.param(
             "--dry-run ++tokens=64",
-            "--dry-run: cannot be combined with Hydra's own words; --cfg job shows",
+            "--dry-run: cannot be combined with Hydra's flags; --cfg job shows",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -245,14 +245,14 @@ LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
         (lambda: AttentionSetup("window"), "window_tokens=0"),
         (lambda: AttentionSetup("dilated", 0, (4,), ()), "dilation rate"),
         (lambda: TrainingSetup(TRAINED, 8, 2, schedule="rings"), "schedule=rings: choose one of auto"),
-        (lambda: replace(TRAINED, heads=5), "heads=5: does not divide width"),
+        (lambda: replace(TRAINED, heads=5), "heads=5: must divide width"),
         (lambda: replace(TRAINED, experts=4), "experts_per_token=0: must be from 1 to experts=4"),
         (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: has no effect without experts"),
-        (lambda: TrainingSetup(TRAINED, 8, tensor_ranks=3), "tensor_ranks=3: does not divide kv_heads=2"),
+        (lambda: TrainingSetup(TRAINED, 8, tensor_ranks=3), "tensor_ranks=3: must divide kv_heads=2"),
         (lambda: TrainingSetup(TRAINED, 8, pipeline_ranks=3), "pipeline_ranks=3: .* more than layers=2"),
-        (lambda: TrainingSetup(TRAINED, 8, pipeline_chunks=2), "pipeline_chunks=2: there is one stage"),
+        (lambda: TrainingSetup(TRAINED, 8, pipeline_chunks=2), "pipeline_chunks=2: has no effect with one"),
         (lambda: TrainingSetup(TRAINED, 8, micro_batches=0), "micro_batches=0"),
-        (lambda: replace(TRAINED, kv_heads=4), "kv_heads=4: does not divide heads"),
+        (lambda: replace(TRAINED, kv_heads=4), "kv_heads=4: must divide heads"),
         (lambda: replace(TRAINED, layers=0), "layers=0"),
         (lambda: replace(TRAINED, block="swigelu"), "block=swigelu: did you mean swiglu"),
         (lambda: replace(hardware("h100"), flops=0.0), "flops=0.0"),
@@ -493,7 +493,7 @@ def test_a_plan_for_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     tokens, token_bytes = -(-(10**9) // run.ranks), result["bytes_per_token"]
     assert f"a ring of {run.ranks:,}: {tokens:,} tokens per rank" in printed
-    assert f"why: each token of a rank takes {token_bytes:,.0f} bytes, its {tokens:,} tokens" in printed
+    assert f"memory of a rank: {tokens:,} tokens of {token_bytes:,.0f} bytes are" in printed
     assert result["longest_tokens"] >= 10**9
 
 
@@ -524,7 +524,7 @@ def test_savings_are_suggested_for_a_run_that_does_not_fit(tmp_path: Path, capsy
     assert result["after_steps"]["smallest_ring"] <= 8 and result["after_steps"]["longest_tokens"] >= 10**6
     chunks = [step["value"] for step in result["steps"] if step["key"] == "chunked_loss_tokens"]
     assert chunks == [dict(hardware("h100").start)["chunked_loss_tokens"]]
-    assert "a step with all of these: about" in printed
+    assert "a step with all of these settings: about" in printed
     assert sum(result["bytes_by_component"].values()) == result["total_bytes"]
     saved = sum(step["saves_bytes"] for step in result["steps"])
     assert result["after_steps"]["total_bytes"] == pytest.approx(result["total_bytes"] - saved)
@@ -588,7 +588,9 @@ def test_the_step_time_of_405b_is_printed(tmp_path: Path, capsys: pytest.Capture
     step, printed = result["step"], capsys.readouterr().out
     assert code == 0 and f"a step: about {step['seconds']:,.2f} s (products" in printed
     assert "tokens/s on 2,048 accelerators" in printed and f"MFU {step['mfu']:.1%} of 989 TFLOP/s" in printed
-    assert "not measured: products 720, attention 648 forward, 561 backward TFLOP/s; products: 720" in printed
+    assert (
+        "not measured: matrix products 720, attention 648 forward, 561 backward TFLOP/s; matrix products: 720"
+    ) in printed
     assert "FlashAttention-3" in printed
 
 
@@ -651,10 +653,10 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("hardware=gtx1080",), "precision=bf16_master: gtx1080 has no bf16 arithmetic; use precision=fp32"),
         (("mask=window",), "window_tokens=0: must be at least 2"),
-        (("window_tokens=5",), "window_tokens=5: has no effect on mask=causal; set mask=window"),
-        (("dilation_rates=[1]",), "dilation_rates=[1]: has no effect on mask=causal; set mask=dilated"),
+        (("window_tokens=5",), "window_tokens=5: has no effect with mask=causal; set mask=window"),
+        (("dilation_rates=[1]",), "dilation_rates=[1]: has no effect with mask=causal; set mask=dilated"),
         (("memory_gib=0",), "memory_gib=0.0: must be more than 0"),
-        (("width=100",), "heads=16: does not divide width=100"),
+        (("width=100",), "heads=16: must divide width=100"),
     ],
 )
 def test_wrong_options_exit_with_2(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_versions(name: str, version: str | None, level: str) -> None:
         (None, None, False, NOTE, "over shared memory within a machine and gloo between machines"),
         (None, "580.1", False, ERROR, "torch is a CPU build"),
         ("13.0", None, False, WARNING, "no NVIDIA driver"),
-        ("13.0", "470.2", False, ERROR, "finds no device under driver 470.2"),
+        ("13.0", "470.2", False, ERROR, "finds no device with driver 470.2"),
         ("13.0", "580.1", True, OK, "torch for CUDA 13.0, driver 580.1"),
     ],
 )
@@ -144,7 +144,7 @@ def test_one_wheel_overwrites_another(tmp_path: Path) -> None:
     assert check_wheels("13.0") == Finding("NCCL wheels", OK, "nvidia-nccl-cu13 2.29.7")
     install(tmp_path, "nvidia-nccl-cu12", b"twelve")
     clash = check_wheels("13.0")
-    assert clash.level == ERROR and "which is now that of nvidia-nccl-cu12" in clash.text
+    assert clash.level == ERROR and "whose current version is from nvidia-nccl-cu12" in clash.text
     assert "pip uninstall nvidia-nccl-cu12," in clash.advice
     # A third package overwrote the file of both wheels.
     (tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2").write_bytes(b"another")
@@ -304,7 +304,7 @@ def test_findings_from_the_answers_of_ranks(changed: dict[str, Any], level: str,
 
 def test_the_slowest_rank_counts() -> None:
     findings = by_topic(doctor.judged([answer(0, latency_us=90.0), answer(1, bandwidth=1e9)]))
-    assert findings["exchange"].text == "over nccl: 1.00 GB/s each way in messages of 16 MiB, 90 µs for a small one"
+    assert findings["exchange"].text == "over nccl: 1.00 GB/s each way in messages of 16 MiB, 90 µs for a small message"
     single = doctor.judged([answer(0, bandwidth=None, latency_us=None)])
     assert [finding.topic for finding in single] == ["ranks", "parity"]
 
@@ -615,17 +615,17 @@ def test_findings(findings: list[Finding], level: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "level", "text"),
     [
-        ("NCCL_IB_HCA", "mlx5", OK, "leaves mlx5_0:1, mlx5_9:1"),
-        ("NCCL_IB_HCA", "mlx5_0", OK, "leaves mlx5_0:1"),
+        ("NCCL_IB_HCA", "mlx5", OK, "selects mlx5_0:1, mlx5_9:1"),
+        ("NCCL_IB_HCA", "mlx5_0", OK, "selects mlx5_0:1"),
         ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_7", WARNING, "there is no RDMA port mlx5_7"),
         ("NCCL_IB_HCA", "=mlx5", ERROR, "leaves no RDMA port that works"),
         ("NCCL_IB_HCA", "mlx5_1", ERROR, "there are: mlx5_0:1, mlx5_9:1"),  # it is down
-        ("NCCL_IB_HCA", "^mlx5_0", OK, "leaves mlx5_9:1"),
+        ("NCCL_IB_HCA", "^mlx5_0", OK, "selects mlx5_9:1"),
         ("NCCL_IB_HCA", "^mlx5", ERROR, "leaves no RDMA port"),
-        ("NCCL_SOCKET_IFNAME", "eth", OK, "leaves eth0"),
+        ("NCCL_SOCKET_IFNAME", "eth", OK, "selects eth0"),
         ("NCCL_SOCKET_IFNAME", "ib0", ERROR, "leaves no interface that works; there are: eth0, docker0"),
         ("NCCL_SOCKET_IFNAME", "lo", NOTE, "only ranks of this machine"),
-        ("GLOO_SOCKET_IFNAME", "eth0", OK, "leaves eth0"),
+        ("GLOO_SOCKET_IFNAME", "eth0", OK, "selects eth0"),
         ("GLOO_SOCKET_IFNAME", "eth", ERROR, "leaves no interface"),  # whole names only
         ("NCCL_IB_DISABLE", "1", WARNING, "there are active RDMA ports"),
     ],

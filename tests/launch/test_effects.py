@@ -102,8 +102,8 @@ def test_every_key_has_a_case() -> None:
     [
         ("simulate ranks=8 seed=3", "seed=3: has no effect without jitter"),
         ("simulate ranks=8 scaling=weak", "scaling=weak: has no effect on one number of ranks"),
-        ("plan micro_batches=2 gradients_kept=false", "gradients of micro_batches=2 accumulate"),
-        ("plan window_tokens=512", "window_tokens=512: has no effect on mask=causal"),
+        ("plan micro_batches=2 gradients_kept=false", "must be true with micro_batches=2"),
+        ("plan window_tokens=512", "window_tokens=512: has no effect with mask=causal"),
         ("explain sm_margin=4", "sm_margin=4: has no effect without a prediction"),
     ],
 )

@@ -405,7 +405,7 @@ def test_paragraphs_of_the_help_are_wrapped_to_the_width(monkeypatch: pytest.Mon
 def test_newlines_in_defaults_are_escaped_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     (line,) = (line for line in help_text("train", "", TrainConfig).splitlines() if "separator" in line)
-    assert r"\n\n" in line and "what documents of the text end with" in line
+    assert r"\n\n" in line and "text that ends each document" in line
 
 
 @pytest.mark.parametrize("command", ["run", "sweep", "train", "check"])
@@ -532,7 +532,7 @@ def test_a_misspelled_key_exits_with_2() -> None:
     ("main", "arguments", "message"),
     [
         (run.main, ["ranks=8", "tokens=64"], "ranks=8: torchrun started 4 ranks; leave ranks out"),
-        (run.main, ["tokens=64,128"], "without torchrun, for it starts its own ranks"),
+        (run.main, ["tokens=64,128"], "without torchrun, because it starts its own ranks"),
         (cli.main, ["sweep", "tokens=64,128"], "run it without torchrun"),
     ],
 )

@@ -45,9 +45,9 @@ def test_the_last_line_of_a_configuration_counts(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "holds no points.jsonl"),
-        ("", "no point of a sweep in its 0 lines"),
-        ('{"hash": "a"}\n3\nx\n', "no point of a sweep in its 3 lines"),
-        (b"\xff\xfe\n{}\n", "no point of a sweep in its 2 lines"),
+        ("", "none of its 0 lines is a point of a sweep"),
+        ('{"hash": "a"}\n3\nx\n', "none of its 3 lines is a point of a sweep"),
+        (b"\xff\xfe\n{}\n", "none of its 2 lines is a point of a sweep"),
     ],
 )
 def test_a_folder_without_points_is_an_error(
@@ -198,7 +198,9 @@ def test_no_point_is_marked_best_within_the_noise(tmp_path: Path) -> None:
     assert table_of(0.99, 1.01).marked == {0}
     noisy = table_of(0.9, 1.1)
     assert not noisy.marked and "best" not in noisy.columns
-    assert "No point is marked as the fastest: p10 to p90 of the first two of each group overlap." in noisy.note
+    assert (
+        "No point is marked as the fastest, because p10 to p90 of the two fastest points of each group overlap."
+    ) in noisy.note
     one_rank = [
         timed_record(record(1, 4096, name), *times, None) for name, *times in (("ring", 9.0, 9.0), ("direct", 1.0, 2.0))
     ]
@@ -281,7 +283,7 @@ def test_predictions_for_other_machines_are_noted_and_not_drawn(tmp_path: Path) 
     charts = {chart.title: chart for chart in charts_of(sweep, panels_of(series_of(sweep))[0])}
     assert "Prediction" not in charts
     note = "Predictions are for: H100 (not calibrated)."
-    assert f"{note} They are far from these times, and not drawn." in charts["Time of a pass"].note
+    assert f"{note} They are far from the measured times, so they are not drawn." in charts["Time of a pass"].note
     table = results(sweep)
     assert note in table.note and "0.0001" in table.rows[0]
 
@@ -329,7 +331,7 @@ def test_the_contents_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[
     markdown, page = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
     printed = capsys.readouterr().out
     for text in (markdown, page, printed):
-        assert "12 points: 10 with results, 2 without. Run 2026-11-21, commit ab12cd34ef56." in text
+        assert "12 points: 10 with results, 2 without results. Run 2026-11-21, commit ab12cd34ef56." in text
         assert "timeout" in text and "8 ranks did not end within 60 s" in text
         assert "Predictions are for: cpu-core (calibrated)" in text
     for text in (markdown, page):
@@ -544,14 +546,14 @@ def test_the_first_line_says_that_auto_chose_another_schedule(
     )
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "note: auto took another schedule: ring before, all_gather after, in 1 of 2 points; their times compare two "
+        "note: auto chose another schedule (ring before, all_gather after) in 1 of 2 points, so their times belong to "
         "different calls\n"
     )
     assert code == 0 and figures["notes"][0] in printed
     schedules = [resolved["schedule"] for resolved in figures["points"][-1]["resolved"]]
     assert schedules in (["ring", "all_gather"], ["ring", "ring"])
     run_compare(tmp_path, [automatic("ring")], [automatic("ring")])
-    assert "auto took" not in capsys.readouterr().out
+    assert "auto chose" not in capsys.readouterr().out
 
 
 def test_a_line_with_nan_is_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_the_number_of_ranks_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch
         load_here(["rdzv_endpoint=a:1"], place)
     with pytest.raises(InputError, match="ranks=2: torchrun started 4"):
         load_here(["ranks=2"], place)
-    with pytest.raises(InputError, match="without torchrun, for it starts its own ranks"):
+    with pytest.raises(InputError, match="without torchrun, because it starts its own ranks"):
         load_here(["tokens=8,16"], place)
 
 
@@ -244,7 +244,7 @@ def test_a_calibration_predicts_only_its_transport(tmp_path: Path, monkeypatch: 
     write_calibration(tmp_path, "shm")
     facts = measure([], 2)[0]  # ranks are threads, whose transport is "local"
     assert facts["predicted"] is None
-    assert "calibrated for shm, and messages go over local; run `ringattn calibrate" in facts["not_predicted"]
+    assert "calibrated for shm, but messages use local; run `ringattn calibrate" in facts["not_predicted"]
     table = table_of_point(load_run([*TINY, "ranks=2"]), facts)
     assert f"predicted     {facts['not_predicted']}" in table
     write_calibration(tmp_path, "local")
@@ -318,7 +318,7 @@ def test_nothing_is_timed_if_the_gate_fails(monkeypatch: pytest.MonkeyPatch, err
     timed: list[object] = []
     monkeypatch.setattr(point, "attended", lambda *args: [exact(*args)[0], *(x + error for x in exact(*args)[1:])])
     monkeypatch.setattr(point, "_timed_pass", lambda *args: timed.append(args))
-    with pytest.raises(point.GateError, match=r"wrong are dq by .*, dk by .*, dv by .*; nothing is measured"):
+    with pytest.raises(point.GateError, match=r"the error is .* in dq, .* in dk, .* in dv; nothing is measured"):
         measure([], 2)
     assert not timed
 
@@ -371,7 +371,7 @@ def test_the_command_of_dry_run_measures_the_same_point() -> None:
     repeated = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment_of(), capture_output=True, text=True,
                               timeout=280)  # fmt: skip
     assert repeated.returncode == 0, repeated.stderr
-    for line in ("gate: exact at a small size", "ranks         2\n", "tokens        120\n", "pass 3 of 3"):
+    for line in ("exactness check at a small size: exact", "ranks         2\n", "tokens        120\n", "pass 3 of 3"):
         assert repeated.stdout.count(line) == 1  # only rank 0 prints
 
 
@@ -453,7 +453,7 @@ def test_a_wrong_case_shows_the_cases_of_its_schedule(
     assert lines[2][0] == "ring" and lines[2][-1] == "exact"
     assert lines[3][:5] == ["direct", "1", "1", "1", "nan"] and lines[3][-4:] == ["1", "OVER", "THEIR", "BOUND"]
     assert lines[5][:4] == ["causal", "zigzag", "direct", "nan"] and lines[5][-1] == "OVER"
-    assert lines[-1] == ["4", "cases,", "1", "over", "their", "bound"]
+    assert lines[-1] == ["4", "cases,", "1", "exceed", "their", "bound"]
 
 
 class Opened(Exception):

@@ -60,7 +60,7 @@ def test_a_sweep_changes_from_plans_to_classes(
 def test_the_notes_report_tokens_that_are_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ranks=20", "tokens=10001", "backward=false", *SMALL]) == 0
     out = capsys.readouterr().out
-    assert "10,040" in out and "tokens are rounded up, on 20 ranks 10,001 to 10,040, 0.3900% more" in out
+    assert "10,040" in out and "tokens are rounded up: on 20 ranks 10,001 to 10,040, 0.3900% more" in out
     assert "forward   waiting " in out and "backward  work" not in out
 
 
@@ -104,10 +104,10 @@ def simulate_point(options: Sequence[str]) -> tuple[Simulator, Simulated, str]:
     [
         ([], ["no stragglers, slow links or jitter"]),
         (["slow_rank=3:1.5", "slow_link=1-2:4", "jitter=0.05", "seed=7"],
-         ["rank 3 works 1.5 times as long", "messages between ranks 1 and 2 take 4 times as long",
-          "jitter: work takes up to 5 % longer, seed 7"]),
+         ["rank 3 computes 1.5 times as long", "messages between ranks 1 and 2 take 4 times as long",
+          "jitter: computing takes up to 5 % longer, seed 7"]),
         (["slow_rank=3:1.5,4:2,5:3", "slow_link=1-2:4,2-3:5"],
-         ["rank 3 works 1.5 times as long, rank 4 works 2 times as long and 1 more;",
+         ["rank 3 computes 1.5 times as long, rank 4 computes 2 times as long and 1 more;",
           "messages between ranks 1 and 2 take 4 times as long, messages between ranks 2 and 3 take 5 times"]),
     ],
 )  # fmt: skip
@@ -171,16 +171,16 @@ def test_the_curves_show_every_measure() -> None:
     shown = {title: list(axes.get_lines()[0].get_ydata()) for title, axes in panels.items()}
     assert shown["time of a call"] == [point.total_s for point in points]
     assert shown["efficiency"] == [100 * point.efficiency for point in points]
-    for title, name, unit in (("waiting, of the rank that waits most", "waiting_s", 100),
-                              ("exposed messages, of the rank with most", "exposed_s", 100)):  # fmt: skip
+    for title, name, unit in (("waiting, largest value of any rank", "waiting_s", 100),
+                              ("exposed messages, largest value of any rank", "exposed_s", 100)):  # fmt: skip
         assert shown[title] == pytest.approx(
             [unit * sum(getattr(times, name).max() for times in point.passes) / point.total_s for point in points]
         )
-    sent = shown["sent by the rank that sends most"]
+    sent = shown["sent, largest value of any rank"]
     assert math.isnan(sent[0]) and sent[1:] == [
         sum(times.sent_bytes.max() for times in point.passes) / 2**30 for point in points[1:]
     ]
-    buffers = shown["staging buffers, of the rank that holds most"]
+    buffers = shown["staging buffers, largest value of any rank"]
     assert math.isnan(buffers[0]) and buffers[1:] == [point.held_bytes[2] / 2**30 for point in points[1:]]
     assert "24,576 tokens on up to 24 ranks" in figure.get_suptitle()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [

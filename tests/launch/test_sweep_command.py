@@ -96,7 +96,7 @@ def test_every_combination_has_a_record(ranks: StandIn, tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     assert "3/3  ok      ranks=2 schedule=all_gather  forward 1.500 ms  about 0 s left" in printed
     assert "3 of 3 points are ok" in printed
-    assert "the same work, run once: ranks=1, with schedule=ring; schedule=all_gather" in printed
+    assert "run once, because they do the same work: ranks=1, with schedule=ring; schedule=all_gather" in printed
     assert not list(tmp_path.glob("multirun")) and not (ROOT / "multirun").exists()
 
 
@@ -135,7 +135,9 @@ def test_masks_layouts_and_dtypes_can_vary(ranks: StandIn, tmp_path: Path) -> No
 def test_points_with_the_same_work_are_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, points = sweep.described(["ranks=1,2", "schedule=ring,direct", "tokens=512"])
     assert [point.label for point in points] == ["ranks=1", "ranks=2 schedule=ring", "ranks=2 schedule=direct"]
-    assert sweep.equal_points(points) == ["the same work, run once: ranks=1, with schedule=ring; schedule=direct"]
+    assert sweep.equal_points(points) == [
+        "run once, because they do the same work: ranks=1, with schedule=ring; schedule=direct"
+    ]
     again = load_run(words_of(points[0].config))  # raises for options without effect
     assert plain(points[0].config) == plain(again)
 
@@ -302,10 +304,10 @@ def test_the_folder_of_another_version_of_the_code_is_refused(
     assert run_sweep(tmp_path, *TWO_BY_TWO) == 0
     monkeypatch.setattr(sweep, "code_version", lambda: "0123456789ab-dirty")
     assert run_sweep(tmp_path, *TWO_BY_TWO) == 2
-    assert "and this is 0123456789ab-dirty" in capsys.readouterr().err
+    assert "but this is 0123456789ab-dirty" in capsys.readouterr().err
     (tmp_path / "sweep.json").unlink()
     assert run_sweep(tmp_path, *TWO_BY_TWO) == 2
-    assert "no sweep.json says whose they are" in capsys.readouterr().err
+    assert "no sweep.json that describes their sweep" in capsys.readouterr().err
 
 
 def test_a_second_process_in_the_folder_is_refused(
@@ -399,7 +401,7 @@ def test_a_record_is_not_appended_to_a_torn_line(tmp_path: Path) -> None:
         ("ranks=1,9 tokens=8", "ranks=9: 9 ranks are more than tokens=8 (in the point ranks=9)"),
         ("nnodes=2 launcher=slurm rdzv_endpoint=a:1", "rdzv_endpoint: the launcher of a sweep sets it on each node"),
         ("nnodes=2 launcher=slurm node_rank=0", "node_rank: the launcher of a sweep sets it on each node"),
-        ("nnodes=1,2", "nnodes=2: launcher=local knows this machine alone; use launcher=slurm"),
+        ("nnodes=1,2", "nnodes=2: launcher=local uses this machine only; use launcher=slurm"),
         ("schedule=ring,rign", "choose one of auto, ring"),
         (
             "mask=causal,full",
@@ -438,7 +440,7 @@ def test_a_killed_sweep_can_be_resumed(tmp_path: Path) -> None:
     assert [record["world_size"] for record in first] == [1]
     resumed = ringattn(*arguments)
     assert resumed.returncode == 0, resumed.stderr
-    assert "2 points, 1 of them there already" in resumed.stdout
+    assert "2 points, 1 of them already measured" in resumed.stdout
     assert lines(tmp_path)[:1] == first and [record["world_size"] for record in lines(tmp_path)] == [1, 2]
     again = ringattn(*arguments)
 

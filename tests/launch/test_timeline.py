@@ -131,7 +131,7 @@ def test_the_command_records_and_reads_its_recordings(
     assert main(["timeline", "ranks=2", "tokens=64", "warmup=1", "head_dim=8", *files]) == 0
     printed = capfd.readouterr().out
     for text in ("starting 2 processes", "call 1 of 2", "call 2 of 2", "upper bounds", "ui.perfetto.dev",
-                 "recorded over shm", f"predicted: {NOT_CALIBRATED}"):  # fmt: skip
+                 "transport: shm", f"predicted: {NOT_CALIBRATED}"):  # fmt: skip
         assert text in printed
     trace = json.loads((tmp_path / "a.json").read_text())
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -237,7 +237,7 @@ def test_predicted_and_measured_steps_have_the_same_names(recordings: Path) -> N
         ("ranks=3", "ranks=3: 2 ranks were recorded; describe the recorded call"),
         ("backward=false", "2 passes were recorded and 1 predicted"),
         ("cluster=a10", "a100"),
-        ("tokens=128", "in its forward pass rank 0 sent 2,048 bytes in 1 exchanges, not 4,096 bytes in 1"),
+        ("tokens=128", "in the forward pass rank 0 sent 2,048 bytes in 1 exchanges, not 4,096 bytes in 1"),
         ("transport=gloo", "transport=gloo: has no effect with recorded="),
     ],
 )
@@ -262,12 +262,14 @@ def test_a_calibration_predicts_only_the_transport_that_it_measured(
     assert prediction() == ([], "", NOT_CALIBRATED)
     write_calibration(tmp_path, "shm")
     passes, _, basis = prediction()
-    assert passes == [] and "calibrated for shm, and messages go over local; run `ringattn" in basis
+    assert passes == [] and "calibrated for shm, but messages use local; run `ringattn" in basis
     write_calibration(tmp_path, "local")
     passes, cluster, basis = prediction()
     plans = run_ranks(2, lambda ring: explanation_on(ring, config))[0].plans
     assert passes == [simulate(plan, CLUSTERS["cpu"]).spans for plan in plans]
-    assert cluster == "this machine" and basis == "for this machine, by the constants of its calibration: this machine"
+    assert cluster == "this machine" and basis == (
+        "for this machine, with the constants of its calibration: this machine"
+    )
 
 
 def test_the_plans_that_ran_are_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,8 +299,8 @@ def test_the_plans_that_ran_are_predicted(tmp_path: Path, monkeypatch: pytest.Mo
     ("arguments", "basis"),
     [
         ([], "predicted: none: recordings do not name their machine; give cluster="),
-        (CALL, "predicted: by the constants of a preset, which were not measured on this machine: A100"),
-        ([*CALL[:-1], "cluster=calibrated.json"], "predicted: by the constants of the calibration: this machine"),
+        (CALL, "predicted: with the constants of a preset, which were not measured on this machine: A100"),
+        ([*CALL[:-1], "cluster=calibrated.json"], "predicted: with the constants of the calibration: this machine"),
     ],
 )
 def test_the_basis_of_a_prediction_is_printed(
@@ -308,7 +310,7 @@ def test_the_basis_of_a_prediction_is_printed(
     write_calibration(tmp_path, "shm")
     assert main(["timeline", f"recorded={recordings}", "trace=", "picture=", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert basis in printed and "recorded over local" in printed
+    assert basis in printed and "transport: local" in printed
     assert ("predicted ms" in printed) == bool(arguments)
 
 
@@ -318,7 +320,7 @@ def test_recordings_without_a_transport_can_be_read(recordings: Path, capsys: An
         del content["transport"]
         file.write_text(json.dumps(content))
     assert main(["timeline", f"recorded={recordings}", "trace=", "picture="]) == 0
-    assert "recorded over a transport that the recordings do not name" in capsys.readouterr().out
+    assert "transport: not named in the recordings" in capsys.readouterr().out
 
 
 def test_the_code_of_the_documentation_works(tmp_path: Path, capsys: Any) -> None:

@@ -234,12 +234,15 @@ def refusals(rank_0: TrainConfig, rank_1: TrainConfig) -> list[InputError]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"learning_rate": 0.5}, "learning_rate: rank 1 has 0.5 and rank 0 0.001; start all ranks with the same words"),
-        ({"seed": 1}, "seed: rank 1 has 1 and rank 0 0"),
-        ({"steps": 3}, "steps: rank 1 has 3 and rank 0 6"),
-        ({"clip_norm": 2.0}, "clip_norm: rank 1 has 2.0 and rank 0 1.0"),
-        ({"model": replace(SMALL.model, tied=False)}, "model.tied: rank 1 has False and rank 0 True"),
-        ({"text": __file__}, "text=.*: rank 1 reads other tokens or documents than rank 0"),
+        (
+            {"learning_rate": 0.5},
+            "learning_rate: rank 1 has 0.5 but rank 0 has 0.001; start all ranks with the same arguments",
+        ),
+        ({"seed": 1}, "seed: rank 1 has 1 but rank 0 has 0"),
+        ({"steps": 3}, "steps: rank 1 has 3 but rank 0 has 6"),
+        ({"clip_norm": 2.0}, "clip_norm: rank 1 has 2.0 but rank 0 has 1.0"),
+        ({"model": replace(SMALL.model, tied=False)}, "model.tied: rank 1 has False but rank 0 has True"),
+        ({"text": __file__}, "text=.*: the tokens or documents of rank 1 differ from those of rank 0"),
     ],
     ids=str,
 )
@@ -259,7 +262,7 @@ def test_the_same_tokens_cut_into_other_documents_are_refused(monkeypatch: pytes
     monkeypatch.setattr(mesh, "load", without_the_first_cut)
     config = replace(SMALL, pack_documents=True)
     for error in refusals(config, replace(config, timeout_s=1.0, limit_s=2.0)):
-        assert str(error).startswith("text=: rank 1 reads other tokens or documents than rank 0")
+        assert str(error).startswith("text=: the tokens or documents of rank 1 differ from those of rank 0")
 
 
 def test_all_ranks_refuse_a_folder_that_rank_0_cannot_write(tmp_path: Path) -> None:
@@ -400,7 +403,7 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path: Path, sp
 
 def test_weights_that_are_not_finite_end_a_run_that_skips() -> None:
     config = replace(OVERSHOOTING, nonfinite="skip")
-    with pytest.raises(NonFiniteError, match=r"^step 2 of 6: .* weights are not finite, which skipping cannot mend"):
+    with pytest.raises(NonFiniteError, match=r"^step 2 of 6: .* weights are not finite, which skipping cannot repair"):
         run(config)
 
 
@@ -434,7 +437,7 @@ def test_numbers_that_are_not_finite_are_refused_by_key(key: str, value: str) ->
 def test_a_text_whose_documents_all_have_one_token_is_refused(tmp_path: Path, content: str, ranks: int) -> None:
     (tmp_path / "text").write_text(content)
     config = replace(SMALL, text=str(tmp_path / "text"), pack_documents=True, separator="a")
-    with pytest.raises(InputError, match=r"^text=.*: no document has a second token, so there is nothing to learn"):
+    with pytest.raises(InputError, match=r"^text=.*: no document has a second token, so there are no labels"):
         run(config, ranks)
 
 
@@ -442,12 +445,12 @@ def test_a_step_without_a_label_is_refused_by_its_number(tmp_path: Path) -> None
     # One in 50 sequences of 8 tokens contains the only document of two or more tokens.
     (tmp_path / "text").write_text("a" * 400 + "bc")
     config = replace(SMALL, tokens=8, text=str(tmp_path / "text"), pack_documents=True, separator="a", batch=1)
-    with pytest.raises(InputError, match=r"^step \d of 6: no label is counted"):
+    with pytest.raises(InputError, match=r"^step \d of 6: has no label"):
         run(config, 2)
 
 
 def test_a_prompt_of_all_tokens_is_refused_at_the_first_step() -> None:
-    with pytest.raises(InputError, match=r"^step 1 of 6: no label is counted.*prompt_tokens=41"):
+    with pytest.raises(InputError, match=r"^step 1 of 6: has no label.*prompt_tokens=41"):
         run(replace(SMALL, prompt_tokens=41), 2)
 
 

@@ -136,14 +136,14 @@ def test_remains_of_interrupted_saves_and_deletions_are_removed(tmp_path: Path) 
         ({"dtype": "fp32"}, "dtype=fp32: .* has fp64"),
         ({"attention": "dilated", "segment_lengths": [8], "dilation_rates": [1]}, "attention=dilated: .* has full"),
         ({"text": __file__}, f"text={__file__}: .* was trained on another text"),
-        ({"steps": 2}, "steps=2: .*/step-00000003 has 3 steps behind it already"),
+        ({"steps": 2}, "steps=2: .*/step-00000003 was saved after 3 steps already"),
         ({"resume": "never"}, "resume=never: .*/step-00000003 is in the folder already"),
         ({"resume": "never", "checkpoint_every_steps": None}, "resume=never: .*/step-00000003 is in the folder al"),
         (
             {"model": replace(SMALL.model, dim=32), "checkpoint_every_steps": None},
             "model.dim=32: the checkpoint .*/step-00000003 has 16",
         ),
-        ({"out": "elsewhere", "resume": "/nowhere"}, "resume=/nowhere: no complete checkpoint is there"),
+        ({"out": "elsewhere", "resume": "/nowhere"}, "resume=/nowhere: it holds no complete checkpoint"),
     ],
     ids=str,
 )
@@ -232,7 +232,7 @@ def test_all_ranks_refuse_a_folder_that_one_machine_does_not_see(
 @pytest.mark.parametrize(("every", "key"), [(None, "resume=auto"), (3, "checkpoint_every_steps")])
 def test_threads_refuse_to_save_or_to_ignore_checkpoints(saved: TrainConfig, every: int | None, key: str) -> None:
     config = replace(saved, checkpoint_every_steps=every)
-    with pytest.raises(InputError, match=rf"^{key}: the ranks are threads"):
+    with pytest.raises(InputError, match=rf"^{key}: needs ranks that are processes"):
         run_ranks(2, lambda ring: loop.train(ring, config))
 
 
@@ -292,7 +292,7 @@ def test_the_command_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "in 2 steps\n" in capsys.readouterr().out
     assert train.main([*arguments, "steps=5"]) == 0
     printed = capsys.readouterr().out
-    assert "in 5 steps, 2 of them before\n" in printed and "step 3/5" in printed and "step 2/5" not in printed
+    assert "in 5 steps, 2 of them in earlier runs\n" in printed and "step 3/5" in printed and "step 2/5" not in printed
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["first_step"], len(result["losses"]), len(result["step_s"])) == (2, 5, 3)
     assert train.main([*arguments, "steps=5", "model.layers=2"]) == 2
@@ -355,7 +355,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_loaded(
     assert resumed["first_step"] == 2
     assert (resumed["losses"], resumed["grad_norms"]) == (whole["losses"], whole["grad_norms"])
     (line,) = resumed["damaged_checkpoints"]
-    assert re.fullmatch(rf".*{damaged / part} {message}.*; going on from .*/step-00000002", line)
+    assert re.fullmatch(rf".*{damaged / part} {message}.*; resuming from .*/step-00000002", line)
     assert f"ringattn train: {line}\n" in capsys.readouterr().err
     assert names(saved_twice.out) == ["step-00000004", "step-00000006"]
     assert run(saved_twice)["damaged_checkpoints"] == []
@@ -365,7 +365,9 @@ def test_resuming_from_a_damaged_path_is_refused_and_a_good_one_proposed(saved_t
     folder = Path(saved_twice.out) / "checkpoints"
     flip_bit(folder / "step-00000004" / "__0_0.distcp")
     config = replace(saved_twice, out=f"{saved_twice.out}-2", resume=str(folder / "step-00000004"))
-    with pytest.raises(InputError, match=r"__0_0\.distcp is damaged.*the next older good one is .*/step-00000002$"):
+    with pytest.raises(
+        InputError, match=r"__0_0\.distcp is damaged.*the next older undamaged checkpoint is .*/step-00000002$"
+    ):
         run(config)
     assert run(replace(config, resume=str(folder / "step-00000002")))["first_step"] == 2
 
@@ -450,7 +452,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old_checkpoints(
             RingError, match=r"/step-00000006 could not be written: No space left on device; it needs about"
         ) as raised:
             run(saved_twice)
-    assert "iB, and the disk at /" in str(raised.value) and "resume=auto goes on from them" in str(raised.value)
+    assert "iB, and the disk at /" in str(raised.value) and "resume=auto resumes from the last one" in str(raised.value)
     assert names(saved_twice.out) == ["step-00000002", "step-00000004"]
     assert run(saved_twice)["first_step"] == 4
 
@@ -471,7 +473,7 @@ def test_the_error_of_a_failed_first_save_names_no_earlier_checkpoints(
     messages = run_ranks(ranks, fail)
     assert all("no checkpoint exists yet" in message and "resume=auto" not in message for message in messages)
     (folder / "step-00000001").mkdir(parents=True)
-    assert all("resume=auto goes on from them" in message for message in run_ranks(ranks, fail))
+    assert all("resume=auto resumes from the last one" in message for message in run_ranks(ranks, fail))
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

@@ -91,10 +91,16 @@ def test_gradient_accumulation_holds_the_activations_of_one_part() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["replicas=2", "batch=3"], "batch=3: cannot be divided among replicas=2"),
+        (["replicas=2", "batch=3"], "batch=3: must be a multiple of replicas=2"),
         (["segment_lengths=[8]"], r"segment_lengths=\[8\]: attention=full has no branches"),
-        (["attention=dilated", "dilation_rates=[1]"], "segment_lengths: attention=dilated needs them"),
-        (["attention=dilated", "segment_lengths=[8]"], "dilation_rates: attention=dilated needs them"),
+        (
+            ["attention=dilated", "dilation_rates=[1]"],
+            "segment_lengths: is missing; attention=dilated needs one number",
+        ),
+        (
+            ["attention=dilated", "segment_lengths=[8]"],
+            "dilation_rates: is missing; attention=dilated needs one number",
+        ),
         (
             ["attention=dilated", "segment_lengths=[8,16]", "dilation_rates=[1]"],
             r"segment_lengths=\[8, 16\]: every branch needs",
@@ -102,7 +108,7 @@ def test_gradient_accumulation_holds_the_activations_of_one_part() -> None:
         (["attention=dilated", "segment_lengths=[8]", "dilation_rates=[0]"], r"segment_lengths=\[8\]: dilation_rates"),
         (["attention=window"], "attention=window: choose one of full, dilated"),
         (["micro_batch=0"], "micro_batch=0: must be at least 1"),
-        (["restarts=1"], "restarts=1: there is nothing to go on from"),
+        (["restarts=1"], "restarts=1: needs checkpoints to restart from"),
     ],
 )
 def test_the_error_of_incompatible_options_begins_with_a_key(arguments: list[str], message: str) -> None:
@@ -135,11 +141,11 @@ def test_ranks_and_replicas_must_multiply_to_the_processes_of_torchrun(
     assert (agreed_ranks_of_ring(None, 3), agreed_ranks_of_ring(3, 2), agreed_ranks_of_ring(None, 1)) == (2, 3, 6)
     with pytest.raises(InputError, match=r"^replicas=4: torchrun started 6 processes"):
         agreed_ranks_of_ring(None, 4)
-    with pytest.raises(InputError, match=r"^ranks=4: with replicas=2 these are 8 processes, and torchrun started 6"):
+    with pytest.raises(InputError, match=r"^ranks=4: with replicas=2 this needs 8 processes, but torchrun started 6"):
         agreed_ranks_of_ring(4, 2)
     assert train.main(["replicas=4", "batch=4"]) == 2
     assert train.main(["restarts=1", "checkpoint_every_steps=1"]) == 2
-    assert "restarts=1: torchrun restarts its own ranks" in capsys.readouterr().err
+    assert "restarts=1: has no effect under torchrun" in capsys.readouterr().err
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
