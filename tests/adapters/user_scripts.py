@@ -17,6 +17,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, get_scheduler
 
+from tests.adapters.encoders import encoder, masked
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import in_double
 from tests.adapters.trainer import ZLoss, accuracy, likeliest, padded, texts
@@ -25,15 +26,19 @@ Result = tuple[Any, dict[str, list[Any]]]
 """The trained model, and values by name."""
 
 
-def loop(file: str, scheduled_by_processes: bool = False) -> Result:
-    """Train with accelerate: accumulation, clipping, a learning rate that ends at 0, shuffling, and a metric."""
+def loop(file: str, scheduled_by_processes: bool = False, masks: bool = False) -> Result:
+    """Train with accelerate: accumulation, clipping, a learning rate that ends at 0, shuffling, and a metric.
+
+    `masks`: train a masked language model.
+    """
     loaders = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, dataloader_config=loaders)
     set_seed(5)
-    model = tiny_model("qwen2", "eager")
+    model = encoder("BertForMaskedLM") if masks else tiny_model("qwen2", "eager")
+    collate = masked() if masks else padded
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(texts()[:11], batch_size=2, collate_fn=padded, shuffle=True)
-    evaluation = DataLoader(texts()[:7], batch_size=2, collate_fn=padded)
+    loader = DataLoader(texts()[:11], batch_size=2, collate_fn=collate, shuffle=True)
+    evaluation = DataLoader(texts()[:7], batch_size=2, collate_fn=collate)
     if scheduled_by_processes:
         loader, evaluation = accelerator.prepare(loader, evaluation)
         updates = -(-2 * len(loader) // 2)
@@ -63,7 +68,8 @@ def loop(file: str, scheduled_by_processes: bool = False) -> Result:
         for batch in evaluation:
             with torch.no_grad():
                 outputs = model(**batch)
-            predicted = outputs.logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:]
+            predicted, labels = outputs.logits.argmax(-1), batch["labels"]
+            predicted = predicted == labels if masks else predicted[:, :-1] == labels[:, 1:]
             right.append(accelerator.gather_for_metrics(predicted.sum(1)))
             losses = accelerator.gather_for_metrics(outputs.loss.repeat(len(predicted)))
             values["losses"] += losses.tolist()
@@ -117,6 +123,7 @@ def sft(file: str) -> Result:
 KINDS: dict[str, Callable[[str], Result]] = {
     "loop": loop,
     "loop, scheduled by processes": partial(loop, scheduled_by_processes=True),
+    "loop, masked": partial(loop, masks=True),
     "trainer": trainer,
     "z-loss": partial(trainer, kind=ZLoss),
     "sft": sft,

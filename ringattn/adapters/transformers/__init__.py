@@ -25,7 +25,7 @@ from torch import nn
 from ringattn.adapters.transformers.attention import HOST, attention_forward, mask_spec
 from ringattn.adapters.transformers.batches import shard_batch
 from ringattn.adapters.transformers.calls import mark_parts, refuse_text_towers, watch, watch_rotary
-from ringattn.adapters.transformers.checks import accept_liger_loss, base_of, refuse_alibi
+from ringattn.adapters.transformers.checks import accept_liger_loss, base_of, refuse_alibi, refuse_encoder_decoder
 from ringattn.adapters.transformers.memory import save_memory
 from ringattn.adapters.transformers.positions import watch_images
 from ringattn.errors import UnsupportedError
@@ -98,6 +98,7 @@ def prepare(
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
         model.set_attn_implementation(dict.fromkeys(names, NAME))
     if text._attn_implementation != NAME:
+        refuse_encoder_decoder(model)
         raise UnsupportedError(
             f"the attention of {type(model).__name__} cannot be set to {NAME!r}; only models whose attention uses "
             "transformers' AttentionInterface can attend through a ring"

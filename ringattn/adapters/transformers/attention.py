@@ -58,6 +58,8 @@ HOST = Host(
         f"{_MASKS}:and_masks": ("64b58f77",),
         # A rank's loss is a part of the sum, because these divide by `num_items_in_batch` and take shifted labels.
         f"{_LOSSES}:ForCausalLMLoss": ("b9e62288", "2d4495d9"),
+        f"{_LOSSES}:ForMaskedLMLoss": ("435dea7e", "10dc8b92"),
+        f"{_LOSSES}:ForTokenClassification": ("141deebe",),
         f"{_LOSSES}:fixed_cross_entropy": ("e2fa8f5c", "01b72230"),
     },
 )  # fmt: skip

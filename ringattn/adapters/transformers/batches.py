@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from ringattn.adapters.hosts import check_alike
 from ringattn.adapters.transformers.checks import check_every_rank_has_tokens
 from ringattn.adapters.transformers.positions import IMAGE_INPUTS, image_positions, model_positions
+from ringattn.adapters.transformers.token_labels import shifts_labels
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -49,23 +50,24 @@ def shard_batch(
     Documents come from `cu_seq_lens_q`, from zeros in the `position_ids` of a single row, or from changes in its
     `seq_idx`. If several of these are given, they must agree. Given `position_ids` are sharded unchanged. Otherwise
     positions are 0, 1, ..., or those that `model` computes for whole rows; with images, the model must compute them.
-    `labels` are shifted over the whole sequence.
+    `labels` are shifted over the whole sequence, unless the loss of `model` is that of a masked language model or of
+    token classification.
 
     Args:
         ring: The ring.
         batch: Whole inputs of a model by name, the same on every rank. Names: `SHARDED`, `WHOLE`, labels, position_ids
             and seq_idx.
         layout: As in `Ring.sequence`.
-        model: The model that gets the batch. Needed if it computes positions itself or takes images. None: positions
-            are 0, 1, ....
+        model: The model that gets the batch. Needed if it computes positions itself, takes images, or has one label
+            for each token. None: positions are 0, 1, ..., and labels are shifted.
 
     Shape:
         inputs_embeds: (rows, tokens, numbers)
         every other input of tokens: (rows, tokens)
 
     Returns:
-        The sequence, and this rank's inputs: the given ones and position_ids; with labels, both `labels` and
-        `shift_labels`.
+        The sequence, and this rank's inputs: the given ones and position_ids; with labels that are shifted, both
+        `labels` and `shift_labels`.
 
     Raises:
         DisagreementError: The batches of the ranks differ; every rank raises.
@@ -104,11 +106,21 @@ def shard_batch(
     position_ids = computed if position_ids is None else position_ids
     shard = seq.positions(per_document=True)[None] if position_ids is None else seq.shard(position_ids)
     shards["position_ids"] = shard.expand(len(tokens), -1) if with_images is None else seq.shard(with_images, 2)
+    shifts = shifts_labels(model)
+    if "shift_labels" in shards and not shifts:
+        raise InputError(
+            f"{type(model).__name__} has one label for each token, but the batch has shift_labels, as for a causal "
+            "model; pass labels instead"
+        )
     if "shift_labels" not in shards and batch.get("labels") is not None:
-        _refuse_first_labels(batch["labels"], seq.documents)
-        shards["shift_labels"] = seq.shard_labels(batch["labels"])
+        if shifts:
+            _refuse_first_labels(batch["labels"], seq.documents)
+            shards["shift_labels"] = seq.shard_labels(batch["labels"])
+        else:
+            _refuse_padded_labels(batch, shifts)
+            shards["labels"] = seq.shard(batch["labels"])
     if "shift_labels" in shards:
-        _refuse_padded_labels(batch)
+        _refuse_padded_labels(batch, shifts)
         shards["labels"] = shards["shift_labels"]  # the model's loss uses shift_labels, but requires labels as well
     return seq, shards
 
@@ -149,20 +161,30 @@ def _refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> N
         )
 
 
-def _refuse_padded_labels(batch: Mapping[str, Any]) -> None:
-    """Raise `InputError` if a label of the whole batch, (rows, tokens), is predicted from a padded position."""
+def _refuse_padded_labels(batch: Mapping[str, Any], shifts: bool) -> None:
+    """Raise `InputError` if a label of the whole batch, (rows, tokens), is predicted from a padded position.
+
+    `shifts`: the model predicts a label at the token before.
+    """
     if (mask := batch.get("attention_mask")) is None:
         return
-    shifted = batch.get("shift_labels")
-    # Label n + 1 is predicted at token n, so the masks of the predicting tokens are those before the last.
-    if shifted is None:
-        shifted, mask = batch["labels"][:, 1:], mask[:, :-1]
-    rows, tokens = ((shifted != -100) & (mask == 0)).nonzero(as_tuple=True)
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch["labels"]
+        if shifts:
+            # Label n + 1 is predicted at token n, so the masks of the predicting tokens are those before the last.
+            labels, mask = labels[:, 1:], mask[:, :-1]
+    rows, tokens = ((labels != -100) & (mask == 0)).nonzero(as_tuple=True)
     if len(rows):
+        remedy = "set the labels of padding to -100"
+        if shifts:
+            remedy = (
+                "set the label of the first real token after padding, and those of padding, to -100: "
+                "labels[:, 1:][attention_mask[:, :-1] == 0] = -100"
+            )
         raise InputError(
             f"row {int(rows[0])} has a label that is predicted from a padded position, token {int(tokens[0])}, whose "
-            "output is undefined: set the label of the first real token after padding, and those of padding, to "
-            "-100: labels[:, 1:][attention_mask[:, :-1] == 0] = -100"
+            f"output is undefined: {remedy}"
         )
 
 

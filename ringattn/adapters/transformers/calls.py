@@ -34,6 +34,7 @@ from ringattn.adapters.transformers.checks import (
     token_shape,
 )
 from ringattn.adapters.transformers.positions import computes_positions, model_positions
+from ringattn.adapters.transformers.token_labels import TokenLabels, loss_name, shifts_labels
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import active_sequence
 from ringattn.sequence import Sequence
@@ -57,10 +58,15 @@ class ModelCall:
     """A rotary embedding has chosen its frequencies from the length of the whole sequence."""
     has_checked_positions: bool = False
     """The position_ids are known to be those that the model computes itself for the whole rows."""
+    token_labels: TokenLabels | None = None
+    """The labels that the model gets, if its loss does not shift labels."""
 
 
 SHARD = "ringattn_shard"
 """Attribute of a cache that was filled under a sequence of several ranks."""
+
+TOKEN_LABELS = "ringattn_token_labels"
+"""Attribute of a model whose last call computed its loss from `TokenLabels`."""
 
 _call: ContextVar[ModelCall | None] = ContextVar("ringattn_call", default=None)
 
@@ -78,7 +84,11 @@ class WatchedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("shift_labels") is not None and kwargs.get("num_items_in_batch") is not None:
             self.is_used = True
-        return self.loss(*args, **kwargs)
+        loss = self.loss(*args, **kwargs)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, TokenLabels):
+                argument.losses.append(loss)
+        return loss
 
 
 def watch(model: Any) -> None:
@@ -128,10 +138,16 @@ def attending_call() -> ModelCall | None:
 
 
 @torch.compiler.disable
-def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Check the arguments of a call. Return those that replace them, or None."""
     # Inside backward (an id other than -1) the call is a recomputation, and its forward pass was checked.
     if torch._C._current_graph_task_id() != -1:
-        return
+        if getattr(model, TOKEN_LABELS, False):
+            raise InputError(
+                f"backward recomputes {type(model).__name__} with its loss of labels on all ranks; checkpoint layers, "
+                "as gradient_checkpointing_enable does, and not the whole model"
+            )
+        return None
     seq = active_sequence()
     # `kwargs` is merged in again, because `bind_partial` puts arguments for a **kwargs parameter into a nested dict.
     arguments = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
@@ -139,14 +155,40 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _check_cache(arguments.get("past_key_values"))
     else:
         _check_inputs(model, seq, arguments)
+    labels = _token_labels(model, seq, arguments)
     if seq is None:
-        return
+        return None
     # Positions are also checked here on one rank. Otherwise attention would compare them with those of the sequence,
     # and refuse a model that counts its positions in another way.
     is_checkable = arguments.get("position_ids") is not None and not _decodes(arguments) and computes_positions(model)
     has_checked_positions = is_checkable and _has_own_positions(model, seq, arguments)
     if has_checked_positions or seq.ring.world_size > 1:
-        _call.set(ModelCall(model, seq, arguments, _call.get(), has_checked_positions=has_checked_positions))
+        _call.set(
+            ModelCall(
+                model, seq, arguments, _call.get(), has_checked_positions=has_checked_positions, token_labels=labels
+            )
+        )
+    return None if labels is None else _with_labels(model, args, kwargs, labels)
+
+
+def _with_labels(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labels: TokenLabels) -> Any:
+    """Return the arguments of a call with other labels."""
+    if "labels" in kwargs:
+        return args, {**kwargs, "labels": labels}
+    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    bound.arguments["labels"] = labels
+    return bound.args, bound.kwargs
+
+
+def _token_labels(model: nn.Module, seq: Sequence | None, arguments: Mapping[str, Any]) -> TokenLabels | None:
+    """Return what the model gets instead of its labels, or None for the labels themselves."""
+    labels = arguments.get("labels")
+    if labels is not None and seq is not None and seq.ring.world_size > 1 and not shifts_labels(model):
+        setattr(model, TOKEN_LABELS, True)
+        return TokenLabels(model, seq, labels)
+    if hasattr(model, TOKEN_LABELS):
+        delattr(model, TOKEN_LABELS)
+    return None
 
 
 def _check_inputs(model: nn.Module, seq: Sequence, arguments: Mapping[str, Any]) -> None:
@@ -195,8 +237,7 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
                 f"no attention of {type(model).__name__} used the ring, so its layers mixed only the tokens of this "
                 "rank; use a model whose attention goes through transformers' AttentionInterface"
             )
-        has_labels = call.arguments.get("labels") is not None
-        return check_output(model, out, token_shape(call.arguments), has_labels and _is_used(model))
+        return check_output(model, out, token_shape(call.arguments), _makes_loss(call, out))
 
 
 def _mark_caches(call: ModelCall, out: Any) -> None:
@@ -278,8 +319,14 @@ def _decodes(arguments: Mapping[str, Any]) -> bool:
     return cache is not None and cache.get_seq_length() > 0
 
 
-def _is_used(model: Any) -> bool:
-    loss = model.loss_function
+def _makes_loss(call: ModelCall, out: Any) -> bool:
+    """Return whether the loss in the output of a call is this rank's part of the loss of the whole batch."""
+    if call.arguments.get("labels") is None:
+        return False
+    if call.token_labels is not None:
+        losses = call.token_labels.losses
+        return bool(losses) and hasattr(out, "get") and out.get("loss") is losses[-1]
+    loss: Any = call.model.loss_function
     return isinstance(loss, WatchedLoss) and loss.is_used
 
 
@@ -288,7 +335,10 @@ def _check_loss(model: Any, arguments: Mapping[str, Any]) -> None:
     if isinstance(getattr(model, "loss_function", None), WatchedLoss):
         model.loss_function.is_used = False  # reset for this call
     # The loss is checked by name, which the wrapped loss keeps. Other losses shift labels or average in unknown ways.
-    if getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+    if not shifts_labels(model):
+        _check_token_labels(model, arguments)
+        return
+    if loss_name(model) != "ForCausalLMLoss":
         raise UnsupportedError(
             f"{type(model).__name__} would compute its loss from this rank's tokens only: {LEAVE_OUT}"
         )
@@ -315,6 +365,18 @@ def _check_loss(model: Any, arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _check_token_labels(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `InputError` for labels of tokens that were shifted, or whose outputs are undefined."""
+    if arguments.get("shift_labels") is not None:
+        raise InputError(
+            f"{type(model).__name__} has one label for each token, but got labels that were shifted for a causal "
+            "model: pass shard_batch(ring, batch, model=model), or seq.shard(labels) without shift_labels"
+        )
+    labels, mask = arguments["labels"], arguments.get("attention_mask")
+    if mask is not None and mask.shape == labels.shape and ((labels != -100) & (mask == 0)).any():
+        raise InputError("labels at padded positions of attention_mask, whose outputs are undefined: set them to -100")
+
+
 def _adds_router_loss(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether this call adds a router loss: by its argument, or else by the model's configurations."""
     requested = arguments.get("output_router_logits")
@@ -326,7 +388,7 @@ def _adds_router_loss(model: Any, arguments: Mapping[str, Any]) -> bool:
 
 # --- Steps around forward ---------------------------------------------------------------------------------------------
 
-Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
+Before = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 After = Callable[[Any, tuple[Any, ...], Any], Any]
 
@@ -337,8 +399,9 @@ AROUND = "ringattn_around"
 def around_forward(model: nn.Module, before: Before, after: After) -> None:
     """Run `before(model, args, kwargs)` and `after(model, args, out)` around every later call of `model.forward`.
 
-    The result of `after` replaces the output, unless it is None. If the forward pass fails, `after` runs with None as
-    the output. Copies of the model keep both steps. A model that is already wrapped is not changed.
+    The result of `before`, (args, kwargs), replaces the arguments and that of `after` the output, unless it is None. If
+    the forward pass fails, `after` runs with None as the output. Copies of the model keep both steps. A model that is
+    already wrapped is not changed.
     """
     # An instance attribute, not a subclass: `type(model)` and saved checkpoints stay the same.
     inner: Any = model.forward
@@ -350,7 +413,7 @@ def around_forward(model: nn.Module, before: Before, after: After) -> None:
     @wraps(original)
     @torch.compiler.disable(recursive=False)  # the wrapped model is still compiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(self, args, kwargs)
+        args, kwargs = before(self, args, kwargs) or (args, kwargs)
         out = changed = None
         try:
             out = original(self, *args, **kwargs)

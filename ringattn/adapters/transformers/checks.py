@@ -46,6 +46,19 @@ def refuse_alibi(model: nn.Module, text: Any) -> None:
         )
 
 
+def refuse_encoder_decoder(model: nn.Module) -> None:
+    """Raise `UnsupportedError` for an encoder-decoder with one configuration, such as T5, BART and Whisper.
+
+    They compute the decoder's inputs from the labels of a call, and its positions or position biases from its length,
+    so over a ring both would be those of a rank's tokens.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} is an encoder-decoder, whose decoder computes its inputs and positions from the "
+            "labels of one rank; train it without a ring, or use a model with only a decoder or only an encoder"
+        )
+
+
 def check_every_rank_has_tokens(seq: Sequence) -> None:
     """Raise the same `InputError` on every rank if a rank has no tokens of `seq`."""
     if min(seq.counts) == 0:

@@ -27,6 +27,7 @@ from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, who
 from ringattn.adapters.transformers.calls import is_wrapped
 from ringattn.adapters.transformers.checks import base_of
 from ringattn.adapters.transformers.memory import refuse_logits
+from ringattn.adapters.transformers.token_labels import LOSSES, loss_name, scaled_means
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -168,6 +169,7 @@ class RingTrainerMixin:
         rings = self._rings()[0]
         refuse_options(host)
         refuse_custom_loss(host)
+        refuse_loss_of_rows(host)
         refuse_loaders(host)
         refuse_data(host.train_dataset, host.accelerator)
         refuse_data(host.eval_dataset, host.accelerator, evaluated_by=rings)
@@ -448,7 +450,17 @@ class RingTrainerMixin:
             self._seq = None
             return partial(self._whole_step, model, prepared, seed), dict(inputs)
         self._seq, shards = shard_batch(self.ring, inputs, self.layout, model=prepared)
-        return partial(self.ring.activate, self._seq, dropout_seed=seed), shards
+        return partial(self._sharded_step, self._seq, seed), shards
+
+    @contextmanager
+    def _sharded_step(self, seq: Sequence, seed: int) -> Iterator[None]:
+        """Return a context in which every rank computes its part of the loss from its tokens."""
+        host: Any = self
+        # A mean over labels is not divided by Trainer's count of labels, so it gets the factor that this count has:
+        # gradients are averaged over the ranks, and Trainer multiplies the loss by their number only in this case.
+        is_multiplied = host.args.average_tokens_across_devices and host.model_accepts_loss_kwargs
+        with scaled_means(1 if is_multiplied else self.ring.world_size), self.ring.activate(seq, dropout_seed=seed):
+            yield
 
     @contextmanager
     def _whole_step(self, model: Any, prepared: Any, seed: int) -> Iterator[None]:
@@ -547,6 +559,18 @@ def refuse_custom_loss(host: Any) -> None:
             f"the Trainer of transformers {transformers.__version__} would scale by the number of ranks; use "
             "transformers 5.19 or later, or leave it out"
         )
+
+
+def refuse_loss_of_rows(host: Any) -> None:
+    """Raise `UnsupportedError` if the loss is that of a model which is neither a language model nor labels tokens."""
+    loss = loss_name(base_of(host.model))
+    if loss in ("", "ForCausalLMLoss", *LOSSES) or has_custom_loss(host) or host.label_smoother is not None:
+        return
+    raise UnsupportedError(
+        f"{type(base_of(host.model)).__name__} computes its loss from whole rows ({loss}), of which a rank has a part: "
+        "train it in one process, or in your own loop from gathered states, see 'Classes of whole rows' in "
+        "docs/embedding-transformers.md"
+    )
 
 
 def _refuse_trl(kind: type[Any]) -> None:

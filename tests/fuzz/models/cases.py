@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.adapters.transformers.token_labels import shifts_labels
 from tests.fuzz.models.rules import FIRST_SPECIAL, TYPES
 
 ROWS, TOKENS = 2, 14
@@ -72,11 +73,12 @@ class Case:
         assert tokens_ is not None
         return torch.ones(len(tokens_), TOKENS, dtype=torch.bool) if mask is None else mask.bool()
 
-    @property
-    def labels_count(self) -> int | None:
-        """The number of labels that a causal language model predicts, or None without such labels."""
+    def labels_count(self, model: Any) -> int | None:
+        """Return the number of labels that a model predicts, or None without labels of tokens."""
         labels = self.batch.get("labels")
-        return None if labels is None or labels.dim() != 2 else int((labels[:, 1:] != -100).sum())
+        if labels is None or labels.dim() != 2:
+            return None
+        return int((labels[:, 1:] if shifts_labels(model) else labels).ne(-100).sum())
 
 
 def cases_of(kind: type[Any], model: Any, seed: int, always: tuple[str, ...] = ()) -> list[Case]:

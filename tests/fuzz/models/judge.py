@@ -17,6 +17,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.transformers import shard_batch
+from ringattn.adapters.transformers.token_labels import shifts_labels
 from ringattn.errors import InputError
 from tests.adapters.ranks import InDouble, gradients
 from tests.fuzz.models.cases import TOKENS, Case
@@ -113,12 +114,15 @@ def one_process(model: Any, case: Case) -> Result:
         arguments = {k: x for k, x in case.batch.items() if k != "cu_seq_lens_q"} | case.beside
         arguments = {k: _slice(x, start, stop) if case.documents else x for k, x in arguments.items()}
         arguments = {k: x.clone() for k, x in arguments.items()}  # CTRL scales its inputs_embeds in place
-        if case.documents and case.labels_count is not None:
-            arguments["num_items_in_batch"] = case.labels_count
+        count = case.labels_count(model) if case.documents else None
+        if count is not None and shifts_labels(model):
+            arguments["num_items_in_batch"] = count
         out = model(**arguments, **case.rest)
         outputs = dict(_outputs(out))
         part = outputs.pop("loss", None)
         if part is not None:
+            if count is not None and not shifts_labels(model):  # a mean over the labels of this document
+                part = part * (arguments["labels"] != -100).sum() / count
             loss = part if loss is None else loss + part
         parts.append(outputs)
     outputs = parts[0]
@@ -151,8 +155,8 @@ def over_ranks(models: list[Any], case: Case, requested: Mapping[str, TokenAxis]
             ring, case.batch, layout=case.layout, **({"model": ours} if case.is_told else {})
         )
         beside = {name: seq.shard(x, 2 if x.shape[1] != TOKENS else 1) for name, x in case.beside.items()}
-        if case.labels_count is not None:
-            local_batch["num_items_in_batch"] = case.labels_count
+        if (count := case.labels_count(ours)) is not None:
+            local_batch["num_items_in_batch"] = count
         with ring.activate(seq):
             out = ours(**local_batch, **beside, **case.rest)
         outputs = dict(_outputs(out))
