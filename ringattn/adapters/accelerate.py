@@ -22,6 +22,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ringattn.adapters.deepspeed import check_config
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.groups import ring_of, ring_of_ranks
 from ringattn.adapters.host_versions import Host
@@ -104,6 +105,11 @@ class RingAccelerator(Accelerator):
                 )
         refuse_split_batches(self)
         self.ring, self.layout = ring_of_ranks(cp_size, self.device.type), layout
+        if (processes := int(self.state.num_processes)) % self.ring.world_size:
+            raise InputError(
+                f"accelerate counts {processes} processes, but a ring has {self.ring.world_size}; with DeepSpeed on "
+                'CPUs, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to the Accelerator'
+            )
         self._ring_size = self.ring.world_size
         self._outer_models: list[nn.Module] = []
 
@@ -138,12 +144,22 @@ class RingAccelerator(Accelerator):
                         f"{type(module).__name__} is not a transformers model; shard its batches in your own loop"
                     )
                 prepare(module)
+        if self.deepspeed_plugin is not None:
+            self._check_deepspeed(self.deepspeed_plugin.deepspeed_config)
         prepared = super().prepare(*args, **kwargs)
         for module, outer in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
+            self._count_rings(outer)  # with DeepSpeed, accelerate creates schedulers without `prepare_scheduler`
             if isinstance(module, nn.Module) and not any(outer is known for known in self._outer_models):
                 WholeCalls(self.ring, base_of(module), self.layout, self._dropout_seeds()).attach(outer)
                 self._outer_models.append(outer)
         return prepared
+
+    def _check_deepspeed(self, config: dict[str, Any]) -> None:
+        """Refuse unsupported settings, and leave the batch size of all ranks to DeepSpeed."""
+        check_config(config)
+        # accelerate would multiply the batch size of a rank by the number of rings, and DeepSpeed by that of ranks.
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
 
     def _dropout_seeds(self) -> Any:
         """Return a seed for each call of a model, equal on the ranks of a ring. A collective call."""
@@ -190,10 +206,14 @@ class RingAccelerator(Accelerator):
             Nothing.
         """
         scheduler = super().prepare_scheduler(scheduler)
-        if isinstance(scheduler, AcceleratedScheduler):
-            # accelerate creates the object itself, so the method can only be overridden by changing its class.
-            scheduler.__class__, scheduler.rings = _SchedulerOfRings, self.num_processes
+        self._count_rings(scheduler)
         return scheduler
+
+    def _count_rings(self, prepared: Any) -> None:
+        # accelerate creates the object itself, so the method can only be overridden by changing its class. Schedulers
+        # that DeepSpeed advances are of a derived class, and advance once for each update.
+        if type(prepared) is AcceleratedScheduler:
+            prepared.__class__, prepared.rings = _SchedulerOfRings, self.num_processes
 
     def gather(self, tensor: Any) -> Any:
         """Gather tensors like accelerate, from the first rank of every ring. A collective call.

@@ -82,7 +82,7 @@ def trainer(file: str, kind: type[Trainer] = Trainer, **options: Any) -> Result:
     args = TrainingArguments(
         output_dir=os.path.dirname(file), per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=4,
         gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no",
-        disable_tqdm=True, optim="sgd", use_cpu=True, remove_unused_columns=False, **options,
+        disable_tqdm=True, optim="sgd", remove_unused_columns=False, **{"use_cpu": True, **options},
     )  # fmt: skip
     host = kind(
         model=tiny_model("qwen2", "eager"), args=args, train_dataset=texts(), eval_dataset=texts()[:8],
@@ -95,6 +95,14 @@ def trainer(file: str, kind: type[Trainer] = Trainer, **options: Any) -> Result:
     if args.world_size == 1 or (hasattr(host, "ring") and host._rings()[0] == 1):
         losses.append(evaluated["eval_loss"])
     return host.model, {"losses": losses, "counts": [evaluated["eval_accuracy"]]}
+
+
+def with_deepspeed(file: str) -> Result:
+    """Train and evaluate with Trainer and DeepSpeed."""
+    from tests.adapters.deepspeed_ranks import deepspeed_on_cpus, settings_of
+
+    deepspeed_on_cpus()
+    return trainer(file, **settings_of("2"))
 
 
 def sft(file: str) -> Result:
@@ -127,6 +135,7 @@ KINDS: dict[str, Callable[[str], Result]] = {
     "trainer": trainer,
     "z-loss": partial(trainer, kind=ZLoss),
     "sft": sft,
+    "deepspeed": with_deepspeed,
 }
 
 

@@ -15,10 +15,12 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, IterableDataset
 
+from ringattn.adapters.deepspeed import check_config
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers import prepare, prepared_models
@@ -171,6 +173,7 @@ class RingTrainerMixin:
         refuse_custom_loss(host)
         refuse_loss_of_rows(host)
         refuse_loaders(host)
+        refuse_deepspeed(host)
         refuse_data(host.train_dataset, host.accelerator)
         refuse_data(host.eval_dataset, host.accelerator, evaluated_by=rings)
         prepare(host.model)
@@ -628,6 +631,30 @@ def refuse_options(host: Any) -> None:
         raise UnsupportedError(
             "include_num_input_tokens_seen would count the tokens of a ring once per rank; leave it out, or use "
             "transformers 5.3 or later"
+        )
+
+
+def refuse_deepspeed(host: Any) -> None:
+    """Raise `UnsupportedError` for settings of DeepSpeed with which gradients would not be those of one process."""
+    plugin = host.accelerator.state.deepspeed_plugin
+    if plugin is None:
+        return
+    check_config(plugin.deepspeed_config)
+    if host.args.world_size != dist.get_world_size():
+        raise UnsupportedError(
+            f"accelerate counts {host.args.world_size} processes, but there are {dist.get_world_size()}: with "
+            "DeepSpeed on CPUs, it needs the name of the backend; see 'On CPUs' in docs/embedding-deepspeed.md"
+        )
+    # The Trainer then passes the model's own loss to DeepSpeed, which divides its gradients by the batches of a step
+    # although it is asked not to.
+    if (
+        plugin.zero_stage == 0
+        and host.args.gradient_accumulation_steps > 1
+        and not host.args.average_tokens_across_devices
+    ):
+        raise UnsupportedError(
+            "average_tokens_across_devices=False with gradient_accumulation_steps: DeepSpeed without ZeRO divides "
+            "gradients by the number of batches of a step a second time; leave it at True, or use a ZeRO stage"
         )
 
 

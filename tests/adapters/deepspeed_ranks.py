@@ -1,0 +1,297 @@
+"""DeepSpeed over processes, compared with the same training in one process without DeepSpeed, in float64.
+
+Two processes form one ring, four processes two rings. `engine` trains with DeepSpeed's own engine, `trainer` with
+transformers' Trainer, `loop` with accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState
+from accelerate.utils import DummyOptim, DummyScheduler
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from ringattn import Ring
+from ringattn.adapters.accelerate import RingAccelerator
+from ringattn.adapters.groups import ring_of_ranks
+from ringattn.adapters.loss import loss_scale
+from ringattn.adapters.transformers import prepare, shard_batch
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from tests.adapters.models import tiny_model
+from tests.adapters.processes import forked_ranks, worst_error
+from tests.adapters.ranks import in_double
+from tests.adapters.trainer import CHECKPOINTED, ZLoss, padded, texts
+
+STEPS, MICRO_BATCHES = 3, 2
+OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+ZERO: dict[str, dict[str, Any]] = {
+    "0, clipped": {"stage": 0},
+    **{str(stage): {"stage": stage} for stage in range(4)},
+    **{f"{stage}, offloaded": {"stage": stage, **OFFLOADED} for stage in (1, 2)},
+    "3, offloaded": {"stage": 3, **OFFLOADED, "offload_param": {"device": "cpu"}},
+}
+for _zero in ("3", "3, offloaded"):
+    ZERO[_zero]["stage3_param_persistence_threshold"] = 0  # otherwise small weights stay whole
+
+
+def clipping(zero: str) -> float:
+    """Return the largest norm of gradients, which some steps exceed and others do not; 0: gradients are not clipped.
+
+    Without ZeRO, DeepSpeed rounds the factor of clipping to float32, so one case is without it.
+    """
+    return 0.0 if zero == "0" else 3.6
+
+
+def configuration(zero: str, **options: Any) -> dict[str, Any]:
+    """Return a configuration of DeepSpeed with torch's optimizers, which DeepSpeed calls untested."""
+    return {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": clipping(zero), "zero_optimization": dict(ZERO[zero]),
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **options,
+    }  # fmt: skip
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Return copies of the whole weights, which DeepSpeed may have partitioned. A collective call."""
+    import deepspeed
+
+    weights = {}
+    for name, weight in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(weight, enabled=hasattr(weight, "ds_id")):
+            weights[name.removeprefix("module.")] = weight.detach().clone()
+    return weights
+
+
+# --- DeepSpeed's engine ----------------------------------------------------------------------------------------------
+
+
+def batch(step: int, micro: int, ring_index: int) -> dict[str, Tensor]:
+    """Return one of the batches of a step, with a different number of labels in each."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + ring_index)
+    tokens = torch.randint(3, 64, (2, 21), generator=generator)
+    labels = tokens.clone()
+    labels[0, : 3 + 4 * ring_index + 2 * micro] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def optimizer_of(model: Any) -> Any:
+    # The weights of SGD show the scale of gradients. Adam's do not.
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain_engine(zero: str, rings: int) -> dict[str, Tensor]:
+    """Train with torch in one process."""
+    model = tiny_model("qwen2", "eager")
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        batches = [batch(step, micro, index) for micro in range(MICRO_BATCHES) for index in range(rings)]
+        labels = sum((each["labels"][:, 1:] != -100).sum() for each in batches)
+        for each in batches:
+            model(**each, num_items_in_batch=labels).loss.backward()
+        if clipping(zero):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clipping(zero))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def engine(zero: str, rings: int, **options: Any) -> dict[str, Tensor]:
+    """Train with DeepSpeed's engine over rings of two processes. `options`: those of `prepare`."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    mesh = init_device_mesh("cpu", (rings, 2), mesh_dim_names=("dp", "cp"))
+    model = prepare(tiny_model("qwen2", "eager"), **options)
+    ours, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=configuration(zero))
+    with Ring(mesh, timeout_s=60.0) as ring:
+        for step in range(STEPS):
+            batches = [batch(step, micro, mesh["dp"].get_local_rank()) for micro in range(MICRO_BATCHES)]
+            parts = [shard_batch(ring, each, model=model) for each in batches]
+            labels = [shards["shift_labels"] for _, shards in parts]
+            scale = loss_scale(labels, ring, gradients="mean", data_parallel=mesh["dp"].get_group())
+            for seq, shards in parts:
+                with ring.activate(seq):
+                    loss = ours(**shards, num_items_in_batch=torch.tensor(1.0)).loss * scale
+                    ours.backward(loss * ours.gradient_accumulation_steps())
+                ours.step()
+    return weights_of(model)
+
+
+# --- transformers' Trainer -------------------------------------------------------------------------------------------
+
+
+def deepspeed_on_cpus() -> None:
+    """Let accelerate run DeepSpeed over gloo; without a backend, it takes several CPUs for one process."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+
+
+LOSSES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
+    "padded": (Trainer, {}, {}),
+    "packed": (Trainer, {}, {"data_collator": DataCollatorWithFlattening()}),
+    "z-loss": (ZLoss, {}, {}),
+    "checkpointed": (Trainer, CHECKPOINTED, {}),
+    "labels of each process": (Trainer, {"average_tokens_across_devices": False}, {}),
+}
+
+
+def settings_of(zero: str) -> dict[str, Any]:
+    """Return the TrainingArguments for DeepSpeed on CPUs."""
+    batches = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    return {
+        "deepspeed": configuration(zero, **batches), "accelerator_config": {"use_configured_state": True},
+        "use_cpu": False,
+    }  # fmt: skip
+
+
+def trained(case: str, zero: str, rings: int, texts_of_batch: int = 2) -> dict[str, Tensor]:
+    """Return the weights and losses of a Trainer, over `rings` with DeepSpeed, or with 0 in one process without it."""
+    kind, arguments, differs = LOSSES[case]
+    if rings:
+        deepspeed_on_cpus()
+        arguments = arguments | settings_of(zero)
+    data = {"train_dataset": texts(), "eval_dataset": texts()[:4], "data_collator": padded, **differs}
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(**{
+            "output_dir": folder, "per_device_train_batch_size": texts_of_batch, "per_device_eval_batch_size": 2,
+            "max_steps": STEPS, "gradient_accumulation_steps": MICRO_BATCHES, "learning_rate": 1e-2, "use_cpu": True,
+            "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "optim": "sgd",
+            "max_grad_norm": clipping(zero), "remove_unused_columns": False, **arguments,
+        })  # fmt: skip
+        data |= {"args": args, "model": tiny_model("qwen2", "eager")}
+        if rings:
+            data |= {"ring": ring_of_ranks(2, "cpu")}
+            kind = type("Ours", (RingTrainerMixin, kind), {})
+        host = kind(**data)
+        host.train()
+        losses = [entry["loss"] for entry in host.state.log_history if "loss" in entry]
+        losses.append(host.evaluate()["eval_loss"])
+    return {**weights_of(host.model), "losses": torch.tensor(losses, dtype=torch.float64)}
+
+
+def plain_trainer(case: str, zero: str, rings: int) -> dict[str, Tensor]:
+    """Train in one process, with the batches of all rings in one."""
+    return trained(case, zero, 0, texts_of_batch=2 * rings)
+
+
+# --- accelerate's loop -----------------------------------------------------------------------------------------------
+
+
+def updates(accelerator: Any, zero: str, dummies: bool = False) -> dict[str, Tensor]:
+    """Train with accelerate: accumulation, clipping by DeepSpeed, a learning rate, a metric."""
+    model = tiny_model("qwen2", "eager")
+    loader = DataLoader(texts(), batch_size=2, collate_fn=padded)
+    steps = len(texts()) // 2 // MICRO_BATCHES  # of one process; a prepared scheduler counts for several
+    optimizer: Any = DummyOptim(model.parameters(), lr=0.1) if dummies else optimizer_of(model)
+    scheduler: Any = (
+        DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=1)
+        if dummies
+        else torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: max(0.1, 1 - done / steps))
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    losses, rates, counts = [], [], []
+    for _ in range(2):
+        for each in loader:
+            with accelerator.accumulate(model):
+                loss = model(**each).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and clipping(zero):
+                    accelerator.clip_grad_norm_(model.parameters(), clipping(zero))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses += accelerator.gather(loss.detach().reshape(1)).tolist()
+            rates += scheduler.get_last_lr()
+            counts.append(int(accelerator.reduce((each["labels"] != -100).sum(), "sum")))
+    values = {"losses": losses, "rates": rates, "counts": counts}
+    return {**weights_of(model), **{name: torch.tensor(x, dtype=torch.float64) for name, x in values.items()}}
+
+
+def accelerator_of(kind: Any, zero: str, **options: Any) -> Any:
+    """Return an Accelerator with DeepSpeed over gloo."""
+    config = configuration(zero, train_batch_size="auto", train_micro_batch_size_per_gpu="auto", **options)
+    ring = {"cp_size": 2} if kind is RingAccelerator else {}
+    handlers = [InitProcessGroupKwargs(backend="gloo")]
+    return kind(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers, **ring)
+
+
+DUMMIES = {
+    "optimizer": {"type": "Adam", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+}
+
+
+def plain_loop(zero: str, rings: int) -> dict[str, Tensor]:
+    """Train with accelerate in as many processes as there are rings, without DeepSpeed."""
+    return updates(Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES), zero)
+
+
+def plain_dummies(zero: str, rings: int) -> dict[str, Tensor]:
+    """Train with accelerate in as many processes as there are rings, with DeepSpeed."""
+    return updates(accelerator_of(Accelerator, zero, **DUMMIES), zero, dummies=True)
+
+
+def loop(zero: str, rings: int) -> dict[str, Tensor]:
+    return updates(accelerator_of(RingAccelerator, zero), zero)
+
+
+def dummies(zero: str, rings: int) -> dict[str, Tensor]:
+    return updates(accelerator_of(RingAccelerator, zero, **DUMMIES), zero, dummies=True)
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "engine": (plain_engine, engine),
+    "engine, tiled": (plain_engine, partial(engine, tiled_mlp=5, chunked_loss=4)),
+    "loop": (plain_loop, loop),
+    "dummies": (plain_dummies, dummies),
+    **{f"trainer, {case}": (partial(plain_trainer, case), partial(trained, case)) for case in LOSSES},
+}
+
+
+VALUES = "losses", "rates", "counts"
+
+
+def errors(kind: str, rings: int, zero: list[str]) -> dict[str, list[float]]:
+    """Return the largest relative errors of the weights and of the other values after training, by kind of ZeRO.
+
+    All have the same clipping of gradients.
+    """
+    with in_double():
+        import deepspeed
+
+        # DeepSpeed would compile this operator, which training does not use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        plain, ours = KINDS[kind]
+        # accelerate's loop has a mean for each batch, so it needs as many processes as there are rings.
+        processes = rings if kind in ("loop", "dummies") else 1
+        expected = forked_ranks(processes, partial(run, plain, zero[0], rings))[0]
+        compare = partial(compared, ours, rings, expected)
+        return {one: forked_ranks(2 * rings, partial(compare, one))[-1] for one in zero}
+
+
+def run(train: Any, zero: str, rings: int, number: int) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    result: dict[str, Tensor] = train(zero, rings)
+    return result
+
+
+def compared(train: Any, rings: int, expected: dict[str, Tensor], zero: str, number: int) -> list[float]:
+    actual = run(train, zero, rings, number)
+    assert actual.keys() == expected.keys()
+    values = [name for name in expected if name in VALUES]
+    weights = [name for name in expected if name not in VALUES]
+    return [worst_error((actual[name], expected[name]) for name in names) for names in (weights, values)]
