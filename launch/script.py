@@ -14,10 +14,15 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from ringattn.core.layout import LAYOUTS
 from ringattn.errors import InputError, RingError
 from ringattn.launch.options import WORD, help_text, load_plain, option
+
+T = TypeVar("T")
+SCRIPT_USAGE = "[key=value ...]", "[key=value ...] SCRIPT [...]"
+"""What to replace in the usage line of a command that takes a script after its options."""
 
 PURPOSE = """\
 Runs a Python script, or a module after -m, in this process. Every Trainer of transformers, SFTTrainer of TRL and
@@ -35,19 +40,27 @@ class ScriptConfig:
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS))
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of the command, and the script with its arguments."""
-    count = next((index for index, word in enumerate(words) if not WORD.fullmatch(word)), len(words))
-    return list(words[:count]), list(words[count:])
+class Program(NamedTuple):
+    """A Python file or a module, and its arguments: what `python FILE ...` or `python -m MODULE ...` would run."""
+
+    words: list[str]
+    """The file or the module, then its arguments."""
+    is_module: bool
+
+    def run(self) -> None:
+        """Run the program as `__main__` in this process, with its arguments in `sys.argv`."""
+        sys.argv = list(self.words)
+        sys.path.insert(0, os.getcwd() if self.is_module else str(Path(self.words[0]).resolve().parent))
+        if self.is_module:
+            runpy.run_module(self.words[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.words[0], run_name="__main__")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the script `argv`. Returns 0, or 1 if the script created nothing that trains over a ring."""
-    if argv and argv[0] in ("-h", "--help"):
-        print(help_text("script", PURPOSE, ScriptConfig).replace("[key=value ...]", "[key=value ...] SCRIPT [...]"))
-        return 0
-    options, script = split(argv)
-    config = load_plain(options, ScriptConfig)
+def parse(argv: Sequence[str], schema: type[T]) -> tuple[T, Program]:
+    """Return the options before a script, and the script with its arguments. Raises `InputError` for wrong words."""
+    count = next((index for index, word in enumerate(argv) if not WORD.fullmatch(word)), len(argv))
+    config, script = load_plain(argv[:count], schema), list(argv[count:])
     is_module = script[:1] == ["-m"]
     if is_module:
         del script[0]
@@ -55,17 +68,21 @@ def main(argv: Sequence[str]) -> int:
         raise InputError("no script: write the path of a Python file, or -m and a module, after the options")
     if not is_module and not Path(script[0]).is_file():
         raise InputError(f"{script[0]}: no such file; write the path of a Python file, or -m before a module")
+    return config, Program(script, is_module)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script `argv`. Returns 0, or 1 if the script created nothing that trains over a ring."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(help_text("script", PURPOSE, ScriptConfig).replace(*SCRIPT_USAGE))
+        return 0
+    config, program = parse(argv, ScriptConfig)
 
     from ringattn.adapters import auto
 
     auto.enable(config.ranks, config.layout)
-    sys.argv = script
-    sys.path.insert(0, os.getcwd() if is_module else str(Path(script[0]).resolve().parent))
     try:
-        if is_module:
-            runpy.run_module(script[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script[0], run_name="__main__")
+        program.run()
     except RingError as error:
         _print_line(error)
         raise
@@ -73,8 +90,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"ringattn script: {script[0]} created neither a Trainer nor an Accelerator, so nothing was trained over a "
-            "ring; in a loop without them, call shard_batch and ring.activate, see docs/embedding-transformers.md",
+            f"ringattn script: {program.words[0]} created neither a Trainer nor an Accelerator, so nothing was trained "
+            "over a ring; in a loop without them, call shard_batch and ring.activate, see "
+            "docs/embedding-transformers.md",
             file=sys.stderr,
         )
     return 1

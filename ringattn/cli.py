@@ -31,6 +31,7 @@ COMMANDS = {  # name: module of ringattn.launch, summary
     "demo": ("train.demo", "train with four processes and with one, and compare both runs"),
     "train": ("train.train", "train a byte-level language model with sequences split over ranks"),
     "script": ("script", "run a training script of transformers, TRL or accelerate over rings, unchanged"),
+    "verify-trainer": ("verify.command", "run your training script on one process and on several, and compare them"),
     "simulate": ("pictures.simulate", "predict the time of one attention call on 1 to 16,384 ranks, and idle ranks"),
     "calibrate": ("measure.calibrate", "measure this machine, so that times can be predicted"),
     "report": ("report.report", "show the results of a sweep as tables, Markdown and a page with charts"),
@@ -48,6 +49,7 @@ STARTS = {
     "timeline": "recording one attention call",
     "calibrate": "measuring this machine",
     "script": "loading transformers",
+    "verify-trainer": "comparing one process with several",
 }
 """Commands that take long and would otherwise be silent meanwhile."""
 RESUME = {
@@ -141,7 +143,7 @@ def _print_start(arguments: Sequence[str]) -> None:
 
     lines = [STARTS[arguments[0]]] if arguments[0] in STARTS else []
     # The arguments of a script are not options of this command.
-    words = [] if arguments[0] == "script" else arguments[1:]
+    words = [] if arguments[0] in ("script", "verify-trainer") else arguments[1:]
     for line in (*lines, *notes_on(words)):
         print(f"ringattn {arguments[0]}: {line}", file=sys.stderr, flush=True)
 
@@ -191,6 +193,6 @@ def _interruptible(command: str) -> Iterator[None]:
 
 
 def _help() -> str:
-    lines = [f"  {name:<11}{about}" for name, (_, about) in COMMANDS.items()]
+    lines = [f"  {name:<15}{about}" for name, (_, about) in COMMANDS.items()]
     usage = ["usage: ringattn <command> [key=value ...]", "", *lines, "", "`ringattn <command> --help` lists its keys."]
     return "\n".join(wrapped("\n".join(usage)))

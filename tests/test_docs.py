@@ -59,7 +59,7 @@ def test_torchrun_script_runs_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_commands_are_those_of_the_program() -> None:
-    assert set(re.findall(r"^ringattn (\w+)", README, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^ringattn ([\w-]+)", README, re.MULTILINE)) == set(COMMANDS)
 
 
 def test_links_lead_to_files() -> None:
@@ -284,3 +284,19 @@ def test_the_table_of_the_page_lists_what_resuming_refuses() -> None:
     rows = [row.split("|")[1:3] for row in table.splitlines() if "`" in row]
     may, must_not = (set(re.findall(r"`(\w+)`", " ".join(row[side] for row in rows))) for side in (0, 1))
     assert may < MAY_CHANGE and not must_not & MAY_CHANGE
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_of_verify_trainer_has_the_fault_that_the_page_shows(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
+    (tmp_path / "train.py").write_text(block_of("verify-trainer.md", "script"), encoding="utf-8")
+    command = [sys.executable, "-m", "ringattn", "verify-trainer", "steps=1", "train.py"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1, done.stderr
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```$", (ROOT / "docs" / "verify-trainer.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    for text in (shown, done.stdout):
+        assert "21 of 21 parameters differ by more than rounding" in text
+    assert shown.partition("DIFFERENT")[2].split() == done.stdout.partition("DIFFERENT")[2].split()

@@ -122,7 +122,7 @@ def reference() -> ModuleType:
 
 def test_the_reference_lists_every_key_of_every_command(reference: ModuleType) -> None:
     text = reference.command_keys()
-    sections = dict(re.findall(r"^## ringattn (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## ringattn ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert list(sections) == list(COMMANDS)
     for field in fields(ExplainConfig):
         assert f"| `{field.name}` |" in sections["explain"]

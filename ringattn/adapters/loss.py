@@ -272,7 +272,7 @@ class Parity:
             f"{verdict} (loss {self.loss:.6f}, off by {self.loss_error:.1e}; gradients off by {self.grad_error:.1e}, "
             f"most in {self.worst}: {self.worst_error:.1e})"
             + (
-                f"; not compared, because they are as small as rounding errors: {_listed(self.not_judged)}"
+                f"; not compared, because they are as small as rounding errors: {listed(self.not_judged)}"
                 if self.not_judged
                 else ""
             )
@@ -393,7 +393,7 @@ def _compared(
 ) -> Parity:  # fmt: skip
     reference, sharded = (torch.cat([pair[index].flatten() for pair in pairs.values()]) for index in range(2))
     errors = {
-        name: _share(sharded_grad - expected_grad, expected_grad)
+        name: relative_norm(sharded_grad - expected_grad, expected_grad)
         for name, (expected_grad, sharded_grad) in pairs.items()
     }
     off = [name for name, error in errors.items() if not error <= tolerance]  # NaN is no parity either
@@ -405,25 +405,29 @@ def _compared(
     # The factor of the reference that is nearest to the sharded gradients in least squares.
     square = reference.dot(reference)
     ratio = float(reference.dot(sharded) / square) if square > 0 else 1.0
-    loss_error, grad_error = _share(sharded_loss - expected, expected), _share(sharded - reference, reference)
+    loss_error, grad_error = (
+        relative_norm(sharded_loss - expected, expected),
+        relative_norm(sharded - reference, reference),
+    )
     advice = ""
     is_rounding = float((sharded - reference).norm()) <= rounding
     if wrong or not (loss_error <= tolerance and (grad_error <= tolerance or is_rounding)):
         advice = f"usual causes: {CAUSES}"
         if wrong and len(wrong) < len(judged):
-            advice = f"the gradients of {_listed(wrong)} differ, of {len(judged)} parameters; {advice}"
+            advice = f"the gradients of {listed(wrong)} differ, of {len(judged)} parameters; {advice}"
         # If one factor explains all gradients, the scale of the loss is wrong, and the computation is right.
-        if _share(sharded - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
+        if relative_norm(sharded - ratio * reference, reference) <= tolerance and abs(ratio - 1) > tolerance:
             advice = f"all gradients are {ratio:.4g} times their correct size; scale the loss by loss_scale"
             if abs(ratio * ranks - 1) <= tolerance:
                 advice += f', gradients="mean" (it undoes the average over {ranks} ranks)'
     return Parity(float(expected), loss_error, grad_error, worst, judged[worst], wrong, not_judged, ratio, advice)
 
 
-def _share(part: Tensor, whole: Tensor) -> float:
+def relative_norm(part: Tensor, whole: Tensor) -> float:
     """Return |part| / |whole|: 0 if both are 0, NaN or infinite if either is not finite."""
     return float(part.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def listed(names: Many[str]) -> str:
+    """Return the first eight names, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
