@@ -95,13 +95,13 @@ def compare(
             wrong = [difference for difference in differences if difference.differs]
             if wrong or spread:
                 if what == "before":
-                    diagnosis = f"the weights of {listed([d.name for d in wrong])} differ {BEFORE}"
+                    diagnosis = f"{_which('weights', wrong, differences)} differ {BEFORE}"
                 elif spread:
-                    diagnosis = f"ranks have different {what} of {listed(spread)}: {SPREAD}"
+                    diagnosis = f"the ranks differ among each other in the {what} of {listed(spread)}: {SPREAD}"
                 elif what == "gradients":
                     diagnosis = _diagnosis(first, others, differences)
                 else:
-                    diagnosis = _of_weights(first, others, wrong)
+                    diagnosis = _of_weights(first, others, _which("weights", wrong, differences))
                 return Verdict(False, number, what.removesuffix("s"), losses, differences, diagnosis)
             if what == "gradients":
                 verdict = Verdict(True, number, "gradient", losses, differences)
@@ -222,9 +222,13 @@ def _spread(first: Mapping[str, Any], rounded: Mapping[str, Any], sides: Sequenc
 # --- causes ----------------------------------------------------------------------------------------------------------
 
 
-def _of_weights(first: Record, others: Sequence[Record], wrong: Sequence[Difference]) -> str:
+def _which(what: str, wrong: Sequence[Difference], differences: Sequence[Difference]) -> str:
+    return f"all {what}" if len(wrong) == len(differences) else f"the {what} of {listed([d.name for d in wrong])}"
+
+
+def _of_weights(first: Record, others: Sequence[Record], which: str) -> str:
     rates = first["rates"], others[0]["rates"]
-    start = f"the gradients are equal, and the step makes other weights of {listed([d.name for d in wrong])}: "
+    start = f"the gradients are equal, but {which} differ after the step: "
     if rates[0] != rates[1]:
         return start + f"the learning rate is {rates[0]} on one process and {rates[1]} over ranks"
     return start + "compare clipping (each rank may clip by the norm of its own shard) and the optimizer's settings"
@@ -234,7 +238,7 @@ def _diagnosis(first: Record, others: Sequence[Record], differences: Sequence[Di
     """Return the cause of wrong gradients in one step, as far as the records of the ranks show it."""
     ranks, wrong = len(others), [difference for difference in differences if difference.differs]
     names, right = [d.name for d in wrong], len(differences) - len(wrong)
-    which = "all gradients" if not right else f"the gradients of {listed(names)}"
+    which = _which("gradients", wrong, differences)
     factors = [difference.ratio for difference in wrong if difference.ratio is not None]
     if len(factors) == len(wrong) and max(factors) - min(factors) <= FACTOR_DIGITS * abs(factors[0]):
         factor = factors[0]
@@ -263,7 +267,7 @@ def _diagnosis(first: Record, others: Sequence[Record], differences: Sequence[Di
                 f"{labels[0]}. Shift labels before sharding: a shard cannot know the first label of the next one"
             )
         cleared.append("number of labels")
-    if (weights := _weights_of_ranks(first, others)) is not None:
+    if (weights := _weights_of_ranks(first, others, names)) is not None:
         right_weights = ", ".join(f"{weight:.3g}" for weight in weights)
         counts = "" if None in labels else f" (their labels: {', '.join(map(str, labels[1:]))})"
         return (
@@ -317,22 +321,27 @@ def _reads(first: Record, others: Sequence[Record]) -> dict[str, bool | None]:
     return result
 
 
-def _weights_of_ranks(first: Record, others: Sequence[Record]) -> list[float] | None:
+def _weights_of_ranks(first: Record, others: Sequence[Record], wrong: Sequence[str]) -> list[float] | None:
     """Return the weights by which the ranks' own gradients add up to that of one process; None if there are none.
 
     The ranks' own gradients are those before any reduction. Those of parameters before the last attention also contain
-    the losses of other ranks, so one parameter for which the weights exist is enough. It needs many more values than
-    there are weights. The weights are relative to their sum.
+    the losses of other ranks, so one of the `wrong` parameters for which the weights exist is enough. It needs many
+    more values than there are weights. The weights are relative to their sum; equal ones are no explanation.
     """
-    for name, sample in first["gradients"].items():
-        target, count = sample["values"].double(), len(others)
+    for name in wrong:
+        if name not in first["gradients"]:
+            continue
+        sample, count = first["gradients"][name], len(others)
+        target = sample["values"].double()
         if count < 2 or target.numel() < LEAST_VALUES * count or not all(name in other["local"] for other in others):
             continue
         parts = torch.stack([other["local"][name].double() for other in others], 1)
         weights = torch.linalg.lstsq(parts, target[:, None]).solution[:, 0]
         rest, total = float((parts @ weights - target).norm() / target.norm()), float(weights.sum())
-        if rest <= math.sqrt(torch.finfo(sample["values"].dtype).eps) and total:
-            return [float(weight) / total for weight in weights]
+        shares = [float(weight) / total for weight in weights] if total else []
+        is_uneven = any(abs(share * count - 1) > FACTOR_DIGITS for share in shares)
+        if rest <= math.sqrt(torch.finfo(sample["values"].dtype).eps) and is_uneven:
+            return shares
     return None
 
 
