@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,18 @@ def test_a_script_over_two_rings_equals_two_processes(kind: str, tmp_path: Path)
 def test_sfttrainer_with_the_name_of_the_attention(tmp_path: Path) -> None:
     rings, plain = (run("sft", tmp_path / str(ranks), ranks or 1, ranks, **with_trl()) for ranks in (2, None))
     check_equal(rings, plain)
+
+
+@pytest.mark.slow
+def test_verify_trainer_compares_one_process_with_a_ring(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ["verify-trainer", "ring=true", "steps=1", "json=-", SCRIPT, "trainer", str(tmp_path / "saved.pt")]
+    assert main(words) == 0
+    figures = json.loads(capfd.readouterr().out)
+    assert figures["equal"] and len(figures["differences"]) == 27
+    assert max(difference["error"] for difference in figures["differences"]) <= TOLERANCE
 
 
 # --- Refusals --------------------------------------------------------------------------------------------------------

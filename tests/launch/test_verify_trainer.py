@@ -94,6 +94,15 @@ def test_the_figures_of_faults(verdicts: dict[tuple[str, int, bool], dict[str, A
 
 
 @pytest.mark.slow
+def test_sharded_and_compiled_models_are_compared_by_name() -> None:
+    for kind, verdict in call_in_program("tests.launch.verify_runs:wrapped_verdicts").items():
+        assert verdict["equal"] and verdict["step"] == 2, (kind, verdict["diagnosis"])
+        names = {entry["name"] for entry in verdict["differences"]}
+        assert names == {"0.weight", "1.weight", "1.bias", "3.weight", "3.bias"}, kind
+        assert 0 < max(entry["error"] for entry in verdict["differences"]) < 1e-5
+
+
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     done = ringattn("verify-trainer", "steps=2", "json=-", SCRIPT, "summed", cwd=tmp_path)
     figures = json.loads(done.stdout)

@@ -15,7 +15,7 @@ from ringattn.launch.verify import observer
 from ringattn.launch.verify.comparison import compare
 from tests.adapters.processes import forked_ranks
 
-SCRIPT = str(Path(__file__).with_name("faulty_trainers.py"))
+SCRIPT, WRAPPED = (str(Path(__file__).with_name(name)) for name in ("faulty_trainers.py", "wrapped_trainer.py"))
 
 
 def verdicts(faults: list[str], ranks: int, double: bool) -> dict[str, Any]:
@@ -32,11 +32,22 @@ def verdicts(faults: list[str], ranks: int, double: bool) -> dict[str, Any]:
     return found
 
 
-def records(fault: str, ranks: int, double: bool, rounds_otherwise: bool = False) -> list[list[dict[str, Any]]]:
+def wrapped_verdicts() -> dict[str, Any]:
+    """Return the verdicts on the right script with FSDP2, and compiled."""
+    torch.set_num_threads(1)
+    one, otherwise = (records("ddp", 1, False, other, WRAPPED)[0] for other in (False, True))
+    return {
+        kind: asdict(compare(one, otherwise, records(kind, 2, False, script=WRAPPED))) for kind in ("fsdp", "compiled")
+    }
+
+
+def records(
+    fault: str, ranks: int, double: bool, rounds_otherwise: bool = False, script: str = SCRIPT
+) -> list[list[dict[str, Any]]]:
     """Run the script as the command does, and return the records of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         spec = {
-            "name": "run", "folder": folder, "words": [SCRIPT, fault], "is_module": False, "steps": 2, "seed": 0,
+            "name": "run", "folder": folder, "words": [script, fault], "is_module": False, "steps": 2, "seed": 0,
             "double": double, "rounds_otherwise": rounds_otherwise, "ring": False,
         }  # fmt: skip
         run: Callable[[int], Any] = partial(_run, spec)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +22,7 @@ def main(kind: str) -> None:
     trained: nn.Module = model
     if ranks > 1 and kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     else:
         trained = DistributedDataParallel(model)
     if ranks > 1 and kind == "compiled":
