@@ -84,12 +84,15 @@ def _replace_init(cp_size: int | None, layout: LayoutName | str) -> None:
 
 def _mixin_for(kind: type[Any]) -> type[RingTrainerMixin]:
     """Return the mixin that goes before a Trainer class."""
+    names = {base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"}
+    if names.isdisjoint(("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")):
+        return RingTrainerMixin
     # Imported only if the script uses TRL, which takes seconds to import.
-    if any(base.__name__ == "SFTTrainer" and base.__module__.startswith("trl.") for base in kind.__mro__):
-        from ringattn.adapters.trl import RingSFTMixin
+    from ringattn.adapters.trl import RingGenerationMixin, RingPreferenceMixin, RingSFTMixin
 
+    if "SFTTrainer" in names:
         return RingSFTMixin
-    return RingTrainerMixin
+    return RingPreferenceMixin if names.isdisjoint(RingGenerationMixin.supported_trl) else RingGenerationMixin
 
 
 def _accelerator_class(cp_size: int | None, layout: LayoutName | str) -> type[RingAccelerator]:

@@ -129,6 +129,6 @@ def test_a_digest_is_of_the_code_alone(module: ModuleType, tmp_path) -> None:
 @pytest.mark.parametrize(("package", "adapter"), HOSTS, ids=[adapter for _, adapter in HOSTS])
 def test_the_installed_host_is_as_its_adapter_expects(package: str, adapter: str) -> None:
     pytest.importorskip(package)
-    members = vars(import_module(f"ringattn.adapters.{adapter}")).values()
-    hosts = [member for member in members if isinstance(member, Host)]
+    members = vars(import_module(f"ringattn.adapters.{adapter}"))
+    hosts = [member for member in [*members.values(), *members.get("HOSTS", {}).values()] if isinstance(member, Host)]
     assert hosts and [host.differences() for host in hosts] == [[]] * len(hosts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,68 @@ def test_a_preference_loss_and_its_gradients_equal_one_process(seed: int, monkey
         torch.testing.assert_close(log_probs, expected.detach(), rtol=0, atol=1e-12)
         torch.testing.assert_close(sums, expected_sums.detach(), rtol=0, atol=1e-11)
         torch.testing.assert_close(grad, whole.grad, rtol=0, atol=1e-11)
+
+
+@pytest.mark.slow  # 5 s
+def test_a_hand_written_dpo_loss_of_a_model_equals_one_process() -> None:
+    """Pairs are documents of one row, so no rank has whole texts, and only sums over texts are reduced."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from ringattn.adapters.transformers import prepare
+    from tests.adapters.models import tiny_model
+    from tests.adapters.ranks import InDouble
+
+    lengths, prompts, beta = [9, 12, 5, 7], [4, 4, 2, 2], 0.3  # chosen, rejected, chosen, rejected
+    generator = torch.Generator().manual_seed(5)
+    texts = [torch.randint(3, 64, (1, length), generator=generator) for length in lengths]
+    cuts = [0, *accumulate(lengths)]
+    completions = torch.cat([torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)])[None]
+    row = torch.cat(texts, 1)
+    labels = row.masked_fill(~completions, -100)
+
+    def reference_of(model: Any) -> Any:
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter *= 1 + 0.01 * (number % 7)
+        return model
+
+    def dpo(policy: Tensor, reference: Tensor) -> Tensor:
+        margins = beta * (policy - reference).view(-1, 2)
+        return -F.logsigmoid(margins[:, 0] - margins[:, 1]).mean()
+
+    models = [(tiny_model("llama", "eager"), reference_of(tiny_model("llama", "eager"))) for _ in range(3)]
+
+    def body(ring: Ring) -> tuple[Tensor, list[Tensor]]:
+        policy, reference = (prepare(model) for model in models[ring.rank])
+        seq = ring.sequence(cu_seqlens=cuts)
+        inputs = {"input_ids": seq.shard(row), "position_ids": seq.positions(per_document=True)[None]}
+        targets = seq.shard_labels(labels)
+        with InDouble(), ring.activate(seq):
+            with torch.no_grad():
+                fixed = sum_documents(token_log_probs(reference(**inputs).logits, targets, seq), seq)
+            sums = sum_documents(token_log_probs(policy(**inputs).logits, targets, seq), seq)
+        loss = dpo(sums[0], fixed[0])
+        loss.backward()
+        grads = [parameter.grad for parameter in policy.parameters()]
+        ring.all_reduce(grads)
+        return loss.detach(), grads
+
+    results = run_ranks(2, body, timeout_s=20.0)
+    policy, reference = models[2]
+
+    def sums_of(model: Any) -> Tensor:
+        sums = []
+        for text, prompt in zip(texts, prompts, strict=True):
+            log_probs = model(input_ids=text).logits.log_softmax(-1)[:, :-1].gather(2, text[:, 1:, None])[..., 0]
+            sums.append(log_probs[:, prompt - 1 :].sum())
+        return torch.stack(sums)
+
+    with InDouble():
+        loss = dpo(sums_of(policy), sums_of(reference).detach())
+    loss.backward()
+    for actual, grads in results:
+        torch.testing.assert_close(actual, loss.detach(), rtol=1e-12, atol=0)
+        for grad, parameter in zip(grads, policy.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-9 * float(parameter.grad.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

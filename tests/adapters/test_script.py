@@ -85,6 +85,19 @@ def test_verify_trainer_compares_one_process_with_a_ring(
     assert max(difference["error"] for difference in figures["differences"]) <= TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_losses_of_whole_texts_with_models_by_name(kind: str, tmp_path: Path) -> None:
+    rings, plain = (run(kind, tmp_path / str(ranks), ranks or 1, ranks, **with_trl()) for ranks in (2, None))
+    check_equal(rings, plain)
+
+
+@pytest.mark.slow
+def test_dpotrainer_over_two_rings_equals_two_processes(tmp_path: Path) -> None:
+    rings, plain = run("dpo", tmp_path / "rings", 4, 2, **with_trl()), run("dpo", tmp_path / "2", 2, None, **with_trl())
+    check_equal(rings, plain)
+
+
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -158,9 +171,9 @@ def test_every_trainer_is_one_over_a_ring(enabled: None, tmp_path: Path) -> None
 
 
 def test_trainers_that_cannot_be_exact_are_refused(enabled: None, tmp_path: Path) -> None:
-    dpo = type("DPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.dpo"})
-    with pytest.raises(UnsupportedError, match="TRL's DPOTrainer computes its loss by comparing"):
-        trainer_of(tmp_path, dpo)
+    distillation = type("DistillationTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.distillation"})
+    with pytest.raises(UnsupportedError, match="TRL's DistillationTrainer has a custom loss, which was not compared"):
+        trainer_of(tmp_path, distillation)
     with pytest.raises(UnsupportedError, match="cp_size=2 of accelerate's ParallelismConfig"):
         trainer_of(tmp_path, parallelism_config=RingParallelismConfig(cp_size=2))
     assert auto.created == []

@@ -36,7 +36,7 @@ def over_ranks(make_loss: Loss, ranks: int = 2, **options: Any) -> list[tuple[Te
 
     def body(ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
         model = models[ring.rank]
-        with whole_calls(ring, model, model, "auto", 0):
+        with whole_calls(ring, [model], model, "auto", 0):
             loss = make_loss(model(**BATCH, **options))
             loss.backward()
         grads = gradients(model)
@@ -156,7 +156,7 @@ def test_logits_of_a_model_that_makes_none() -> None:
 
     def body(ring: Ring) -> None:
         model = models[ring.rank]
-        with whole_calls(ring, model, model, "auto", 0):
+        with whole_calls(ring, [model], model, "auto", 0):
             outputs = model(**BATCH)
         assert outputs.loss > 0
         with pytest.raises(UnsupportedError, match="logits of a model over a ring is not gathered"):
@@ -170,7 +170,7 @@ def test_calls_that_cannot_be_made_whole() -> None:
 
     def body(ring: Ring) -> None:
         model = models[ring.rank]
-        with whole_calls(ring, model, model, "auto", 0):
+        with whole_calls(ring, [model], model, "auto", 0):
             with pytest.raises(InputError, match="positional inputs: call the model with keywords"):
                 model(TOKENS)
             with pytest.raises(InputError, match="return_dict=False"):

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and PEFT's adapters over a ring: equal to one process, or refused."""
+"""TRL's trainers and PEFT's adapters over a ring: equal to one process, or refused."""
 
 from __future__ import annotations
 
@@ -57,11 +57,45 @@ def test_sft_and_adapters_over_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("trainer", ["DPO", "KTO", "Reward", "GRPO", "RLOO"])
+def test_losses_of_whole_texts_over_two_processes(trainer: str, tmp_path: Path) -> None:
+    """Weights after three steps and every logged number equal one process, also those of an evaluation."""
+    answers = call_in_program(
+        "tests.adapters.preferences:train_errors", str(tmp_path), trainer, timeout_s=560.0, **with_trl()
+    )
+    assert len(answers) >= 2
+    for case, errors in answers.items():
+        assert errors["weights"] <= TOLERANCE, case
+        logged, truly = errors["logged"]
+        assert len(logged) == len(truly) == 4 and "eval_loss" in truly[-1], case
+        for actual, true in zip(logged, truly, strict=True):
+            # Some numbers are zero up to rounding: losses of RLOO, and rewards of a model that is its own reference.
+            for name in "loss", "grad_norm":
+                assert actual.pop(name, 0) == pytest.approx(true.pop(name, 0), rel=OF_LOGGED_LOSSES, abs=1e-14), case
+            assert actual == pytest.approx(true, rel=TOLERANCE, abs=1e-14), case
+
+
+@pytest.mark.slow
+def test_options_of_trainers_of_preferences_are_refused(tmp_path: Path) -> None:
+    messages = call_in_program("tests.adapters.preferences:refused_options", str(tmp_path), **with_trl())
+    assert messages == {
+        "router": "router_aux_loss_coef: the router loss is computed from whole texts, but a rank has a part; set it "
+        "to 0.0",
+        "metrics": "compute_metrics of RewardTrainer gets outputs that are not those of the texts that Trainer counts; "
+        "leave it out, and use TRL's own metrics",
+        "chunked": "KTOTrainer, which computes metrics from them, needs logits, but this model was prepared with "
+        "chunked_loss and returns none with labels; leave one of the two out",
+        "rollout": "rollout_func of GRPOTrainer was not compared with one process; leave it out",
+    }
+
+
+@pytest.mark.slow
 def test_the_page_of_trainers_runs_on_two_ranks(tmp_path: Path) -> None:
     page = tmp_path / "page.py"
     page.write_text(code_of("embedding-trainers.md"), encoding="utf-8")
     printed = run_under_torchrun([str(page)], tmp_path, 2, 560.0, tmp_path, **with_trl())
-    for text in ("SFTTrainer: [", "\nTrainer: ", "\ngenerated: 6", "configuration: "):
+    for text in ("SFTTrainer: [", "DPOTrainer: [", "\nTrainer: ", "\ngenerated: 6", "configuration: "):
         assert printed.count(text) == 2, printed
 
 

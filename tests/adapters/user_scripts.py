@@ -128,6 +128,32 @@ def sft(file: str) -> Result:
     return host.model, {"losses": [entry["loss"] for entry in logged], "counts": counts}
 
 
+def of_whole_texts(file: str, kind: str) -> Result:
+    """Train with DPOTrainer or GRPOTrainer, which loads the model and its reference by their name."""
+    import trl
+
+    from tests.adapters.preferences import data, high_words
+    from tests.adapters.sft import tokenizer
+
+    folder = os.path.join(os.path.dirname(file), f"model-{os.environ.get('RANK', '0')}")
+    tiny_model("llama", "eager").save_pretrained(folder)
+    differs = {"max_length": 40} if kind == "DPO" else {"max_completion_length": 9, "num_generations": 2, "beta": 0.1}
+    args = getattr(trl, f"{kind}Config")(
+        output_dir=os.path.dirname(file), per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2, optim="sgd",
+        gradient_accumulation_steps=2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, lr_scheduler_type="constant",
+        model_init_kwargs={"dtype": "float32"}, **differs,
+    )  # fmt: skip
+    host = getattr(trl, f"{kind}Trainer")(
+        model=folder, args=args, train_dataset=data(kind), processing_class=tokenizer(),
+        **({} if kind == "DPO" else {"reward_funcs": high_words}),
+    )  # fmt: skip
+    host.train()
+    logged = [entry for entry in host.state.log_history if "entropy" in entry]
+    metrics = [[entry[name] for name in sorted(entry) if "/" in name or name == "num_tokens"] for entry in logged]
+    return host.model, {"losses": [entry["loss"] for entry in logged], "metrics": metrics}
+
+
 KINDS: dict[str, Callable[[str], Result]] = {
     "loop": loop,
     "loop, scheduled by processes": partial(loop, scheduled_by_processes=True),
@@ -136,6 +162,8 @@ KINDS: dict[str, Callable[[str], Result]] = {
     "z-loss": partial(trainer, kind=ZLoss),
     "sft": sft,
     "deepspeed": with_deepspeed,
+    "dpo": partial(of_whole_texts, kind="DPO"),
+    "grpo": partial(of_whole_texts, kind="GRPO"),
 }
 
 

@@ -20,7 +20,7 @@ from ringattn import InputError, Ring
 from ringattn.adapters.context import recompute_context
 from ringattn.adapters.host_versions import UntestedHostWarning
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers.trainer import check_trainer
 from ringattn.testing import run_ranks
 from tests.adapters.models import rotary, tiny_model, with_lora
 from tests.adapters.processes import forked, forked_ranks, worst_error
@@ -129,11 +129,22 @@ def fine_tuned(folder: str) -> float:
 
 
 def preferred(folder: str) -> float:
-    """Check that a ring can run DPOTrainer. The adapter refuses its class, before a trainer exists."""
-    from trl import DPOTrainer
+    """Return the largest error of DPOTrainer's weights and logged metrics, with a LoRA adapter.
 
-    check_trainer(type("RingDPOTrainer", (RingTrainerMixin, DPOTrainer), {}))
-    return 1.0
+    Losses and norms of gradients are rounded to float32, so their errors count only above 1e-6.
+    """
+    from ringattn.adapters.trl import RingDPOTrainer
+
+    check_trainer(RingDPOTrainer)
+    from tests.adapters import preferences
+
+    (answer,) = preferences.train_errors(folder, "DPO", "DPO, LoRA").values()
+    errors = [answer["weights"]]
+    for logged, truly in zip(*answer["logged"], strict=True):
+        assert logged.keys() == truly.keys() and len(truly) >= 14
+        by_name = {name: abs(logged[name] - true) / max(1.0, abs(true)) for name, true in truly.items()}
+        errors += [x for name, x in by_name.items() if x > 1e-6 or name not in ("loss", "grad_norm")]
+    return max(errors)
 
 
 def compiled() -> float:

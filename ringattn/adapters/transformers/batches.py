@@ -11,9 +11,10 @@ process. An output that cannot be made whole raises when it is used.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from itertools import repeat
@@ -246,8 +247,8 @@ def _count_rows(position_ids: Tensor, mask: Tensor | None) -> bool:
 class _Later:
     """An output of this rank's tokens, (rows, tokens, ...). The first read gathers it, and is a collective call."""
 
-    def __init__(self, seq: Sequence, local: Tensor) -> None:
-        self.seq, self.local = seq, local
+    def __init__(self, seq: Sequence, local: Tensor, tokens: int) -> None:
+        self.seq, self.local, self.tokens = seq, local, tokens
         self.gathered: Tensor | None = None
 
     def read(self) -> Tensor:
@@ -255,7 +256,7 @@ class _Later:
         if self.gathered is None:
             # The first read may be a metric's, under `no_grad`, and the result is kept for the loss.
             with torch.enable_grad():
-                self.gathered = self.seq.gather(self.local, dim=1)
+                self.gathered = self.seq.gather(self.local, dim=1)[:, : self.tokens]
         return self.gathered
 
 
@@ -350,26 +351,26 @@ for _operator in (
     setattr(NotWhole, f"__{_operator}__", NotWhole._refuse)
 
 
-def _whole_outputs(seq: Sequence, out: Any) -> Any:
-    """Return a model's outputs of the whole batch, given those of this rank's tokens."""
+def _whole_outputs(seq: Sequence, out: Any, tokens: int) -> Any:
+    """Return a model's outputs of the first `tokens` tokens of the whole batch, given those of this rank's tokens."""
     kind: Any = type(out)
     outputs = _whole_class(kind)(**out)
     # The fields are replaced after construction, because the constructor reads the first field and would gather it.
     for name, x in out.items():
-        outputs[name] = _whole_output(name, seq, x)
+        outputs[name] = _whole_output(name, seq, x, tokens)
     if "logits" in getattr(type(out), "__dataclass_fields__", {}) and "logits" not in out:
         outputs["logits"] = NotWhole("logits")  # chunked_loss computes none
     return outputs
 
 
-def _whole_output(name: str, seq: Sequence, x: Any) -> Any:
+def _whole_output(name: str, seq: Sequence, x: Any, tokens: int) -> Any:
     if isinstance(x, tuple | list):
-        return _WholeTuple(_whole_output(name, seq, part) for part in x)
+        return _WholeTuple(_whole_output(name, seq, part, tokens) for part in x)
     # The model's loss is this rank's part of the mean, so the sum is the whole loss.
     if isinstance(x, Tensor) and name == "loss" and x.dim() == 0:
         return _Sum.apply(x, seq.ring)
     if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == seq.counts[seq.ring.rank]:
-        return _Later(seq, x)
+        return _Later(seq, x, tokens)
     return None if x is None else NotWhole(name)
 
 
@@ -382,10 +383,16 @@ class WholeCalls:
     def __init__(self, ring: Ring, model: Any, layout: LayoutName | str, dropout_seeds: Iterator[int]) -> None:
         self.ring, self.model, self.layout, self.dropout_seeds = ring, model, layout, dropout_seeds
         self.seq: Sequence | None = None
+        self.tokens = 0
+        self.depth = 0
         self.active = ExitStack()
 
     def attach(self, outer: nn.Module) -> list[RemovableHandle]:
-        """Let `outer`, the model or its wrapper by DDP, FSDP or a compiler, take whole batches. Returns the hooks."""
+        """Let `outer`, the model or its wrapper by DDP, FSDP, PEFT or a compiler, take whole batches.
+
+        Several modules around the same model can be attached. The outermost that is called shards the batch. Returns
+        the hooks.
+        """
         # These hooks run before the wrapper's own, so DDP and FSDP see shards and local outputs, as without a ring.
         return [
             outer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
@@ -400,19 +407,29 @@ class WholeCalls:
         # Backward calls the model again to recompute: its inputs are then shards, and its outputs local.
         if torch._C._current_graph_task_id() != -1:
             return None
-        if args:
+        self.depth += 1
+        if self.depth > 1:  # the call of a module around this one has sharded the inputs
+            return None
+        if args and getattr(outer, "base_model", None) is outer:  # its head passes tokens as positional inputs
+            kwargs |= zip(inspect.signature(outer.forward).parameters, args, strict=False)
+        elif args:
             raise InputError("positional inputs: call the model with keywords, as Trainer does")
         batch = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
         self.seq, sharded = shard_batch(self.ring, batch, self.layout, model=self.model)
         if "shift_labels" in sharded and kwargs.get("num_items_in_batch") is None:
             labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
             sharded["num_items_in_batch"] = (labels != -100).sum()  # a mean over this batch, as in one process
+        # TRL's head shifts whole labels, and then returns nothing for the last token.
+        self.tokens = self.seq.length - bool(kwargs.get("fused_lm_head") and "shift_labels" not in batch)
         self.active.enter_context(self._activate(self.seq))
-        return args, {**kwargs, **sharded}
+        return (), {**kwargs, **sharded}
 
     def leave(self, outer: nn.Module, args: Any, out: Any) -> Any:
         """End the activation, and make the outputs whole. A collective call."""
         if torch._C._current_graph_task_id() != -1:
+            return None
+        self.depth -= 1
+        if self.depth > 0:
             return None
         # `always_call` runs this hook after a failure too, without an output.
         failure = sys.exc_info() if out is None else (None, None, None)
@@ -423,19 +440,19 @@ class WholeCalls:
         if not hasattr(out, "items"):
             raise InputError("return_dict=False: outputs without names cannot be gathered; leave it out")
         assert self.seq is not None
-        return _whole_outputs(self.seq, out)
+        return _whole_outputs(self.seq, out, self.tokens)
 
 
 @contextmanager
 def whole_calls(
-    ring: Ring, outer: nn.Module, model: Any, layout: LayoutName | str, dropout_seed: int
+    ring: Ring, outers: Iterable[nn.Module], model: Any, layout: LayoutName | str, dropout_seed: int
 ) -> Iterator[None]:
-    """Return a context in which `outer` takes whole batches, the same on every rank, and returns whole outputs.
+    """Return a context in which a model takes whole batches, the same on every rank, and returns whole outputs.
 
     Args:
         ring: The ring.
-        outer: The module that is called: the model, or its wrapper by DDP, FSDP or a compiler.
-        model: The prepared model inside `outer`.
+        outers: The modules that are called: the model, or its wrappers by DDP, FSDP, PEFT or a compiler.
+        model: The prepared model inside them.
         layout: As in `Ring.sequence`.
         dropout_seed: As in `Ring.activate`.
 
@@ -446,7 +463,8 @@ def whole_calls(
         DisagreementError: The batches of the ranks differ.
         InputError: A batch cannot be sharded, see `shard_batch`.
     """
-    hooks = WholeCalls(ring, model, layout, repeat(dropout_seed)).attach(outer)
+    calls = WholeCalls(ring, model, layout, repeat(dropout_seed))
+    hooks = [hook for outer in outers for hook in calls.attach(outer)]
     try:
         yield
     finally:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -91,13 +92,16 @@ class RingTrainerMixin:
     """
 
     shards_evaluation: bool | None = None
-    """Whether the host's prediction_step calls the sharding method for batches with labels.
+    """Whether the host's prediction_step calls the sharding method for batches with a loss.
 
     None: it is the prediction_step of Trainer, which does so from transformers 5.16 on.
     """
 
     loss_of_shards = False
     """Whether the class overrides `compute_loss` with a loss of this rank's tokens, instead of the whole batch."""
+
+    supported_trl: tuple[str, ...] = ()
+    """Trainers of TRL whose custom loss is supported."""
 
     def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
         with self.created_over(ring, layout, (*args, *kwargs.values())):
@@ -176,7 +180,11 @@ class RingTrainerMixin:
         refuse_deepspeed(host)
         refuse_data(host.train_dataset, host.accelerator)
         refuse_data(host.eval_dataset, host.accelerator, evaluated_by=rings)
-        prepare(host.model)
+        self._prepare_models()
+
+    def _prepare_models(self) -> None:
+        """Prepare the models that a step calls, again if a patch has replaced their forward since."""
+        prepare(self.model)  # type: ignore[attr-defined]
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Return a prepared model from `model_init`, because `train` creates a new model.
@@ -324,7 +332,7 @@ class RingTrainerMixin:
         # If Trainer's step does not call the sharding method, shard here.
         active: Callable[[], Any] = nullcontext
         args, whole = host.args, inputs
-        if inputs.get("labels") is None or not self._step_shards_evaluation():
+        if not self._step_shards_evaluation(inputs):
             active, inputs = self._prepare_context_parallel_inputs(model, host._prepare_inputs(inputs))
             self._evaluated = whole if self._seq is not None else None
         across = args.average_tokens_across_devices
@@ -346,13 +354,15 @@ class RingTrainerMixin:
         self._gathers_losses = loss is not None
         return loss, self._gather_tokens(logits), labels
 
-    def _step_shards_evaluation(self) -> bool:
-        """Return whether the host's prediction_step calls the sharding method for batches with labels."""
+    def _step_shards_evaluation(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the host's prediction_step calls the sharding method for this batch."""
         from transformers import Trainer
 
+        host: Any = self
+        has_loss = inputs.get("labels") is not None or (not host.label_names and host.can_return_loss)
         if self.shards_evaluation is not None:
-            return self.shards_evaluation
-        return "_prepare_context_parallel_inputs" in Trainer.prediction_step.__code__.co_names
+            return has_loss and self.shards_evaluation
+        return has_loss and "_prepare_context_parallel_inputs" in Trainer.prediction_step.__code__.co_names
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of Trainer's estimate, which Trainer sums over ranks.
@@ -451,7 +461,8 @@ class RingTrainerMixin:
             refuse_custom_loss(host)
             # Outputs are whole already, so `_gather_tokens` has nothing to gather.
             self._seq = None
-            return partial(self._whole_step, model, prepared, seed), dict(inputs)
+            whole: Any = copy(inputs)
+            return partial(self._whole_step, model, prepared, seed), whole
         self._seq, shards = shard_batch(self.ring, inputs, self.layout, model=prepared)
         return partial(self._sharded_step, self._seq, seed), shards
 
@@ -465,12 +476,18 @@ class RingTrainerMixin:
         with scaled_means(1 if is_multiplied else self.ring.world_size), self.ring.activate(seq, dropout_seed=seed):
             yield
 
+    def _called_models(self, model: Any, prepared: Any) -> list[tuple[list[Any], Any]]:
+        """Return the models that a custom loss may call: the modules that it calls, and the prepared model in them."""
+        return [([model], prepared)]
+
     @contextmanager
     def _whole_step(self, model: Any, prepared: Any, seed: int) -> Iterator[None]:
         """Return a context in which every rank computes the loss from the whole batch and whole outputs."""
         self._computes_whole_loss = True
         try:
-            with whole_calls(self.ring, model, prepared, self.layout, seed):
+            with ExitStack() as stack:
+                for outers, part in self._called_models(model, prepared):
+                    stack.enter_context(whole_calls(self.ring, outers, part, self.layout, seed))
                 yield
         finally:
             self._computes_whole_loss = False
@@ -479,15 +496,9 @@ class RingTrainerMixin:
 # --- Trainers and options that are refused ----------------------------------------------------------------------------
 
 _TRL = {
-    "SFTTrainer": "computes its metrics from each rank's tokens: use ringattn.adapters.trl.RingSFTTrainer",
-    "DPOTrainer": "computes its loss by comparing probabilities of whole texts, so it is not a sum over tokens: train "
-    "in one process, or use RingSFTTrainer",
-    "KTOTrainer": "computes its loss from probabilities of whole texts and of the whole batch: train without a ring",
-    "RewardTrainer": "uses one token of each text, which most ranks do not have: see 'Classes of whole rows' in "
-    "docs/embedding-transformers.md",
-    "GRPOTrainer": "generates texts and weights whole texts: train without a ring",
-    "RLOOTrainer": "generates texts and weights whole texts: train without a ring",
-}  # fmt: skip
+    f"{name}Trainer": f"needs more than RingTrainerMixin: use ringattn.adapters.trl.Ring{name}Trainer"
+    for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+}
 
 
 class ShardLoss:
@@ -526,6 +537,11 @@ def check_trainer(kind: type[Any]) -> None:
     if not issubclass(kind, transformers.Trainer):
         raise UnsupportedError(f"{kind.__name__} must inherit from RingTrainerMixin and then from transformers.Trainer")
     HOST.require()
+    if kind.supported_trl and not _corrects_scale():
+        raise UnsupportedError(
+            f"{kind.__name__} was compared with one process for transformers 5.19 and later, and "
+            f"{transformers.__version__} is installed; install a later version"
+        )
     losses = [base for base in kind.__mro__ if "compute_loss" in vars(base)]
     if not kind.loss_of_shards:
         _refuse_trl(kind)
@@ -551,12 +567,21 @@ def has_custom_loss(host: Any) -> bool:
     )
 
 
+def _corrects_scale() -> bool:
+    """Return whether Trainer's compute_loss calls `get_tp_size`, by which `RingTrainerMixin` corrects the scale.
+
+    It does from transformers 5.19 on.
+    """
+    import transformers
+
+    return "get_tp_size" in transformers.Trainer.compute_loss.__code__.co_names
+
+
 def refuse_custom_loss(host: Any) -> None:
     """Raise `UnsupportedError` for a loss of the user if the scale that Trainer applies to it cannot be corrected."""
     import transformers
 
-    # Before 5.19, compute_loss never calls `get_tp_size`, by which `RingTrainerMixin` corrects the scale.
-    if has_custom_loss(host) and "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:
+    if has_custom_loss(host) and not _corrects_scale():
         raise UnsupportedError(
             f"compute_loss of {type(host).__name__}, or compute_loss_func: every rank computes the whole loss, which "
             f"the Trainer of transformers {transformers.__version__} would scale by the number of ranks; use "
@@ -579,7 +604,9 @@ def refuse_loss_of_rows(host: Any) -> None:
 def _refuse_trl(kind: type[Any]) -> None:
     """Raise `UnsupportedError`, with the reason, for a trainer of TRL."""
     for base in kind.__mro__:
-        if base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer") and base.__name__[0] != "_":
+        if base.__module__.split(".")[0] != "trl" or base.__name__ in kind.supported_trl:
+            continue
+        if base.__name__.endswith("Trainer") and base.__name__[0] != "_":
             reason = _TRL.get(base.__name__, "has a custom loss, which was not compared with one process")
             raise UnsupportedError(f"TRL's {base.__name__} {reason}")
 
