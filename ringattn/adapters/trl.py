@@ -422,10 +422,12 @@ class RingGenerationMixin(RingPreferenceMixin):
 
     def _prepare_inputs(self, batch: Any) -> Any:
         """Generate texts like TRL, with the random numbers of the ring's first rank."""
-        torch.set_rng_state(self._of_first_rank(torch.get_rng_state()))
+        state = torch.get_rng_state()
+        torch.set_rng_state(state.new_tensor(self._of_first_rank(state.tolist())))
         device: torch.device = self.accelerator.device  # type: ignore[attr-defined]
         if device.type == "cuda":
-            torch.cuda.set_rng_state(self._of_first_rank(torch.cuda.get_rng_state(device)), device)
+            state = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(state.new_tensor(self._of_first_rank(state.tolist())), device)
         with self._as_one_process():
             return super()._prepare_inputs(batch)  # type: ignore[misc]
 
@@ -437,7 +439,7 @@ class RingGenerationMixin(RingPreferenceMixin):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rewards that the ring's first rank computes, because reward functions may be random."""
         rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        return self._of_first_rank(rewards.cpu()).to(rewards.device)
+        return rewards.new_tensor(self._of_first_rank(rewards.tolist()))
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute log-probabilities of whole texts, with the calls of the model sharded."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -28,6 +29,7 @@ from trl import (
 )
 
 from ringattn import Ring, UnsupportedError
+from ringattn.adapters.groups import ring_of_ranks
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.trl import RingDPOTrainer, RingGRPOTrainer, RingKTOTrainer, RingRewardTrainer, RingRLOOTrainer
 from tests.adapters.models import filled, tiny_model
@@ -138,6 +140,15 @@ def model(case: str) -> Any:
     return policy
 
 
+def reference() -> Any:
+    """Return a model that differs a little from the one that is trained."""
+    torch.manual_seed(9)
+    other = tiny_model("llama", "eager")
+    for parameter in other.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return other
+
+
 def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Train `case` for three steps, on one process if `ring` is None.
 
@@ -175,10 +186,7 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
         else:
             arguments["peft_config"] = lora
     elif config not in (RewardConfig, GRPOConfig, RLOOConfig) and case != "DPO, precomputed":
-        torch.manual_seed(9)
-        arguments["ref_model"] = tiny_model("llama", "eager")
-        for parameter in arguments["ref_model"].parameters():
-            parameter.data += 0.05 * torch.randn_like(parameter)
+        arguments["ref_model"] = reference()
     if arguments["args"].fsdp:
         as_on_accelerators()
     trainer = plain(**arguments) if ring is None else over_ring(ring=ring, **arguments)
@@ -226,6 +234,41 @@ def train_errors(folder: str, trainer: str, *cases: str) -> dict[str, Any]:
     (expected,) = forked(alone)
     results: dict[str, Any] = forked_ranks(RANKS, partial(rank, folder, expected))[0]
     return results
+
+
+def evaluated(folder: str, trainer: str, ring: Ring | None) -> dict[str, float]:
+    """Return the metrics of an evaluation without training, of five texts in batches of two."""
+    config, plain, over_ring = TRAINERS[trainer]
+    args = config(
+        output_dir=f"{folder}/{trainer}", per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True,
+        bf16=False, gradient_checkpointing=False, max_length=24,
+    )  # fmt: skip
+    rows = data(trainer).select(range(5))
+    arguments = {"model": model(trainer), "args": args, "train_dataset": rows, "eval_dataset": rows,
+                 "processing_class": tokenizer()}  # fmt: skip
+    if trainer in ("DPO", "KTO"):
+        arguments["ref_model"] = reference()
+    host = plain(**arguments) if ring is None else over_ring(ring=ring, **arguments)
+    metrics = host.evaluate()
+    return {name: x for name, x in metrics.items() if not any(word in name for word in ("time", "per_second"))}
+
+
+def evaluation_over_two_rings(folder: str, *trainers: str) -> dict[str, list[dict[str, float]]]:
+    """Return the metrics of an evaluation by two rings of two ranks, and by one process, by trainer."""
+
+    def alone() -> dict[str, dict[str, float]]:
+        with in_double():
+            return {trainer: evaluated(folder, trainer, None) for trainer in trainers}
+
+    def of_rank(number: int) -> dict[str, dict[str, float]]:
+        PartialState(cpu=True)  # opens the process group
+        with ring_of_ranks(2, "cpu") as ring, in_double():
+            return {trainer: evaluated(folder, trainer, ring) for trainer in trainers}
+
+    tiny_model("llama", "eager")  # imported here, so that no forked process has to
+    (truly,) = forked(alone)
+    over_rings = forked_ranks(4, of_rank)
+    return {trainer: [over_rings[3][trainer], truly[trainer]] for trainer in trainers}
 
 
 def refused_options(folder: str) -> dict[str, str]:

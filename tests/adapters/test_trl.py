@@ -77,6 +77,14 @@ def test_losses_of_whole_texts_over_two_processes(trainer: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_an_evaluation_over_two_rings_equals_one_process(tmp_path: Path) -> None:
+    entry = "tests.adapters.preferences:evaluation_over_two_rings"
+    answers = call_in_program(entry, str(tmp_path), "DPO", "KTO", "Reward", **with_trl())
+    for trainer, (actual, true) in answers.items():
+        assert len(true) >= 8 and actual == pytest.approx(true, rel=TOLERANCE), trainer
+
+
+@pytest.mark.slow
 def test_options_of_trainers_of_preferences_are_refused(tmp_path: Path) -> None:
     messages = call_in_program("tests.adapters.preferences:refused_options", str(tmp_path), **with_trl())
     assert messages == {
