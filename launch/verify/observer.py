@@ -130,13 +130,20 @@ class Observer:
 
     def _observe(self, owner: Any, name: str, see: Callable[..., Any]) -> None:
         """Replace a function by one that first passes its arguments to `see`, which may return the first one anew."""
-        original = getattr(owner, name)
+        original, is_inside = getattr(owner, name), False
 
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:  # a mode of torch, as that of float64, calls the function again
+                return original(*args, **kwargs)
             with torch.no_grad():
                 first = see(*args, **kwargs)
-            return original(*args, **kwargs) if first is None else original(first, *args[1:], **kwargs)
+            is_inside = True
+            try:
+                return original(*args, **kwargs) if first is None else original(first, *args[1:], **kwargs)
+            finally:
+                is_inside = False
 
         setattr(owner, name, observed)
         self._undo.append(lambda: setattr(owner, name, original))

@@ -149,6 +149,14 @@ def trained(observer: Observer, steps: int, clip: float | None = None) -> nn.Mod
     return model
 
 
+def first_loss() -> float:
+    """Return the loss of the first step of `trained`: the sum over its two micro batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    batches = torch.tensor([[0, 1], [1, 3]])
+    return sum(F.cross_entropy(model(tokens)[:1], torch.tensor([2])).item() for tokens in batches)
+
+
 def test_what_is_recorded_of_a_step() -> None:
     originals = Tensor.backward, F.cross_entropy, nn.utils.clip_grad_norm_, torch.optim.Optimizer.add_param_group
     observer = Observer(2)
@@ -166,10 +174,17 @@ def test_what_is_recorded_of_a_step() -> None:
         step = first["before"][name]["values"] - 0.5 * first["gradients"][name]["values"]
         torch.testing.assert_close(first["weights"][name]["values"], step)
         torch.testing.assert_close(first["local"][name], first["gradients"][name]["values"])
-    torch.manual_seed(0)
-    fresh = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
-    losses = [F.cross_entropy(fresh(torch.tensor(rows))[:1], torch.tensor([2])) for rows in ([0, 1], [1, 3])]
-    assert first["loss"] == pytest.approx(sum(loss.item() for loss in losses), rel=1e-6)
+    assert first["loss"] == pytest.approx(first_loss(), rel=1e-6)
+
+
+def test_losses_and_labels_are_counted_once_in_float64() -> None:
+    observer = Observer(1)
+    with in_double():
+        trained(observer, 1)
+        expected = first_loss()
+    (record,) = observer.records
+    assert record["labels"] == 2 and record["loss"] == pytest.approx(expected, rel=1e-12)
+    assert record["gradients"]["0.weight"]["values"].dtype == torch.float64
 
 
 def test_gradients_are_recorded_before_clipping() -> None:
