@@ -31,9 +31,10 @@ from tests.adapters.ranks import in_double
 from tests.adapters.trainer import CHECKPOINTED, ZLoss, padded, texts
 
 STEPS, MICRO_BATCHES = 3, 2
+CLIPPING = 3.6
+"""The largest norm of gradients, which some steps exceed and others do not: clipping hides the scale of gradients."""
 OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 ZERO: dict[str, dict[str, Any]] = {
-    "0, clipped": {"stage": 0},
     **{str(stage): {"stage": stage} for stage in range(4)},
     **{f"{stage}, offloaded": {"stage": stage, **OFFLOADED} for stage in (1, 2)},
     "3, offloaded": {"stage": 3, **OFFLOADED, "offload_param": {"device": "cpu"}},
@@ -42,19 +43,11 @@ for _zero in ("3", "3, offloaded"):
     ZERO[_zero]["stage3_param_persistence_threshold"] = 0  # otherwise small weights stay whole
 
 
-def clipping(zero: str) -> float:
-    """Return the largest norm of gradients, which some steps exceed and others do not; 0: gradients are not clipped.
-
-    Without ZeRO, DeepSpeed rounds the factor of clipping to float32, so one case is without it.
-    """
-    return 0.0 if zero == "0" else 3.6
-
-
 def configuration(zero: str, **options: Any) -> dict[str, Any]:
     """Return a configuration of DeepSpeed with torch's optimizers, which DeepSpeed calls untested."""
     return {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": clipping(zero), "zero_optimization": dict(ZERO[zero]),
+        "gradient_clipping": CLIPPING, "zero_optimization": dict(ZERO[zero]),
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **options,
     }  # fmt: skip
 
@@ -68,6 +61,13 @@ def weights_of(model: Any) -> dict[str, Tensor]:
         with deepspeed.zero.GatheredParameters(weight, enabled=hasattr(weight, "ds_id")):
             weights[name.removeprefix("module.")] = weight.detach().clone()
     return weights
+
+
+def compile_nothing() -> None:
+    """Import DeepSpeed, and keep it from compiling an operator that training does not use."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 # --- DeepSpeed's engine ----------------------------------------------------------------------------------------------
@@ -96,8 +96,7 @@ def plain_engine(zero: str, rings: int) -> dict[str, Tensor]:
         labels = sum((each["labels"][:, 1:] != -100).sum() for each in batches)
         for each in batches:
             model(**each, num_items_in_batch=labels).loss.backward()
-        if clipping(zero):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clipping(zero))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
         optimizer.step()
         optimizer.zero_grad()
     return {name: weight.detach() for name, weight in model.named_parameters()}
@@ -139,6 +138,7 @@ LOSSES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
     "padded": (Trainer, {}, {}),
     "packed": (Trainer, {}, {"data_collator": DataCollatorWithFlattening()}),
     "z-loss": (ZLoss, {}, {}),
+    "loaded": (Trainer, {}, {}),
     "checkpointed": (Trainer, CHECKPOINTED, {}),
     "labels of each process": (Trainer, {"average_tokens_across_devices": False}, {}),
 }
@@ -157,17 +157,22 @@ def trained(case: str, zero: str, rings: int, texts_of_batch: int = 2) -> dict[s
     """Return the weights and losses of a Trainer, over `rings` with DeepSpeed, or with 0 in one process without it."""
     kind, arguments, differs = LOSSES[case]
     if rings:
-        deepspeed_on_cpus()
         arguments = arguments | settings_of(zero)
     data = {"train_dataset": texts(), "eval_dataset": texts()[:4], "data_collator": padded, **differs}
+    model = tiny_model("qwen2", "eager")
     with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(os.path.join(folder, "model"))
+        if rings:
+            deepspeed_on_cpus()
         args = TrainingArguments(**{
             "output_dir": folder, "per_device_train_batch_size": texts_of_batch, "per_device_eval_batch_size": 2,
             "max_steps": STEPS, "gradient_accumulation_steps": MICRO_BATCHES, "learning_rate": 1e-2, "use_cpu": True,
             "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "optim": "sgd",
-            "max_grad_norm": clipping(zero), "remove_unused_columns": False, **arguments,
+            "max_grad_norm": CLIPPING, "remove_unused_columns": False, **arguments,
         })  # fmt: skip
-        data |= {"args": args, "model": tiny_model("qwen2", "eager")}
+        if case == "loaded":  # after the arguments, so with ZeRO 3 weights are partitioned while they are loaded
+            model = type(model).from_pretrained(os.path.join(folder, "model"), dtype=torch.float64)
+        data |= {"args": args, "model": model}
         if rings:
             data |= {"ring": ring_of_ranks(2, "cpu")}
             kind = type("Ours", (RingTrainerMixin, kind), {})
@@ -186,9 +191,10 @@ def plain_trainer(case: str, zero: str, rings: int) -> dict[str, Tensor]:
 # --- accelerate's loop -----------------------------------------------------------------------------------------------
 
 
-def updates(accelerator: Any, zero: str, dummies: bool = False) -> dict[str, Tensor]:
-    """Train with accelerate: accumulation, clipping by DeepSpeed, a learning rate, a metric."""
-    model = tiny_model("qwen2", "eager")
+def updates(create: Any, *arguments: Any, dummies: bool = False, **options: Any) -> dict[str, Tensor]:
+    """Train with the Accelerator that `create` returns: accumulation, clipping, a learning rate, a metric."""
+    model = tiny_model("qwen2", "eager")  # before the Accelerator, with which ZeRO 3 would partition its weights
+    accelerator = create(*arguments, **options)
     loader = DataLoader(texts(), batch_size=2, collate_fn=padded)
     steps = len(texts()) // 2 // MICRO_BATCHES  # of one process; a prepared scheduler counts for several
     optimizer: Any = DummyOptim(model.parameters(), lr=0.1) if dummies else optimizer_of(model)
@@ -204,8 +210,8 @@ def updates(accelerator: Any, zero: str, dummies: bool = False) -> dict[str, Ten
             with accelerator.accumulate(model):
                 loss = model(**each).loss
                 accelerator.backward(loss)
-                if accelerator.sync_gradients and clipping(zero):
-                    accelerator.clip_grad_norm_(model.parameters(), clipping(zero))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), CLIPPING)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -235,20 +241,20 @@ DUMMIES = {
 
 def plain_loop(zero: str, rings: int) -> dict[str, Tensor]:
     """Train with accelerate in as many processes as there are rings, without DeepSpeed."""
-    return updates(Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES), zero)
+    return updates(Accelerator, cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
 
 
 def plain_dummies(zero: str, rings: int) -> dict[str, Tensor]:
     """Train with accelerate in as many processes as there are rings, with DeepSpeed."""
-    return updates(accelerator_of(Accelerator, zero, **DUMMIES), zero, dummies=True)
+    return updates(accelerator_of, Accelerator, zero, dummies=True, **DUMMIES)
 
 
 def loop(zero: str, rings: int) -> dict[str, Tensor]:
-    return updates(accelerator_of(RingAccelerator, zero), zero)
+    return updates(accelerator_of, RingAccelerator, zero)
 
 
 def dummies(zero: str, rings: int) -> dict[str, Tensor]:
-    return updates(accelerator_of(RingAccelerator, zero, **DUMMIES), zero, dummies=True)
+    return updates(accelerator_of, RingAccelerator, zero, dummies=True, **DUMMIES)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -256,6 +262,7 @@ def dummies(zero: str, rings: int) -> dict[str, Tensor]:
 KINDS: dict[str, tuple[Any, Any]] = {
     "engine": (plain_engine, engine),
     "engine, tiled": (plain_engine, partial(engine, tiled_mlp=5, chunked_loss=4)),
+    "engine, chunked": (plain_engine, partial(engine, chunked_loss=4)),
     "loop": (plain_loop, loop),
     "dummies": (plain_dummies, dummies),
     **{f"trainer, {case}": (partial(plain_trainer, case), partial(trained, case)) for case in LOSSES},
@@ -266,15 +273,11 @@ VALUES = "losses", "rates", "counts"
 
 
 def errors(kind: str, rings: int, zero: list[str]) -> dict[str, list[float]]:
-    """Return the largest relative errors of the weights and of the other values after training, by kind of ZeRO.
-
-    All have the same clipping of gradients.
-    """
+    """Return the largest relative errors of the weights and of the other values after training, by kind of ZeRO."""
+    torch.set_default_dtype(torch.float64)
+    torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc, assignment]  # DeepSpeed's factor of clipping
     with in_double():
-        import deepspeed
-
-        # DeepSpeed would compile this operator, which training does not use.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        compile_nothing()
         plain, ours = KINDS[kind]
         # accelerate's loop has a mean for each batch, so it needs as many processes as there are rings.
         processes = rings if kind in ("loop", "dummies") else 1

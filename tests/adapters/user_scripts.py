@@ -99,8 +99,9 @@ def trainer(file: str, kind: type[Trainer] = Trainer, **options: Any) -> Result:
 
 def with_deepspeed(file: str) -> Result:
     """Train and evaluate with Trainer and DeepSpeed."""
-    from tests.adapters.deepspeed_ranks import deepspeed_on_cpus, settings_of
+    from tests.adapters.deepspeed_ranks import compile_nothing, deepspeed_on_cpus, settings_of
 
+    compile_nothing()
     deepspeed_on_cpus()
     return trainer(file, **settings_of("2"))
 

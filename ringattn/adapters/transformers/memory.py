@@ -96,6 +96,11 @@ class TiledForward:
                 f"tiled_mlp: {type(self.part).__name__} takes more arguments than hidden states, which cannot be "
                 "tiled; leave tiled_mlp out"
             )
+        if any(hasattr(weight, "ds_id") for weight in self.part.parameters()):
+            raise UnsupportedError(
+                "tiled_mlp: DeepSpeed's ZeRO 3 gathers weights for each tile, but ranks may have different numbers of "
+                "tiles; leave tiled_mlp out, or use ZeRO 2"
+            )
         # A feed-forward of transformers expects a batch dimension.
         tiling = Tiling(lambda rows: self.forward(rows[None])[0], self.tokens, draws=self.part.training)
         return tiled(tiling, hidden_states, list(self.part.parameters()))
