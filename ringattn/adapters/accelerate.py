@@ -35,6 +35,7 @@ from ringattn.adapters.transformers.trainer import (
 from ringattn.adapters.transformers.trainer import (
     RingTrainerMixin,
     refuse_data,
+    refuse_lone_processes,
     refuse_split_batches,
     share_training,
 )
@@ -105,11 +106,7 @@ class RingAccelerator(Accelerator):
                 )
         refuse_split_batches(self)
         self.ring, self.layout = ring_of_ranks(cp_size, self.device.type), layout
-        if (processes := int(self.state.num_processes)) % self.ring.world_size:
-            raise InputError(
-                f"accelerate counts {processes} processes, but a ring has {self.ring.world_size}; with DeepSpeed on "
-                'CPUs, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to the Accelerator'
-            )
+        refuse_lone_processes(self, self.ring)
         self._ring_size = self.ring.world_size
         self._outer_models: list[nn.Module] = []
 

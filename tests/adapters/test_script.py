@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +22,13 @@ from torch.utils.data import DataLoader
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import auto
 from ringattn.adapters.accelerate import RingAccelerator, RingParallelismConfig
+from ringattn.adapters.host_versions import source_digest
+from ringattn.adapters.transformers.trainer import FORWARDING, has_custom_loss
 from ringattn.cli import main
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import ROOT, run_program, worst_error
 from tests.adapters.test_trl import with_trl
-from tests.adapters.trainer import Stream, padded, texts
+from tests.adapters.trainer import Forwards, Stream, padded, texts
 from tests.doc_code import run_under_torchrun
 
 SCRIPT = str(ROOT / "tests" / "adapters" / "user_scripts.py")
@@ -56,13 +59,17 @@ def check_equal(actual: dict[str, Any], true: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss"])
+@pytest.mark.parametrize(
+    "kind", ["loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss", "mean of means"]
+)
 def test_a_script_over_one_ring_equals_one_process(kind: str, tmp_path: Path) -> None:
     check_equal(run(kind, tmp_path / "ring", 2, ranks=2), run(kind, tmp_path / "plain", 1, ranks=None))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss"])
+@pytest.mark.parametrize(
+    "kind", ["loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss", "mean of means"]
+)
 def test_a_script_over_two_rings_equals_two_processes(kind: str, tmp_path: Path) -> None:
     check_equal(run(kind, tmp_path / "rings", 4, ranks=2), run(kind, tmp_path / "plain", 2, ranks=None))
 
@@ -177,6 +184,52 @@ def test_trainers_that_cannot_be_exact_are_refused(enabled: None, tmp_path: Path
     with pytest.raises(UnsupportedError, match="cp_size=2 of accelerate's ParallelismConfig"):
         trainer_of(tmp_path, parallelism_config=RingParallelismConfig(cp_size=2))
     assert auto.created == []
+
+
+def test_a_loss_is_of_shards_only_if_its_class_was_reviewed(
+    enabled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, Forwards)
+    assert has_custom_loss(trainer)
+    path, digest = f"{Forwards.__module__}:Forwards", source_digest(Forwards.compute_loss)
+    monkeypatch.setitem(FORWARDING, path, ((digest,), "args.label_names"))
+    assert not has_custom_loss(trainer)
+    trainer.args.label_names = ["labels"]  # the option that selects another loss
+    assert has_custom_loss(trainer)
+    monkeypatch.setitem(FORWARDING, path, (("another",), ""))
+    assert has_custom_loss(trainer)
+    monkeypatch.setitem(FORWARDING, path, ((digest,), ""))
+    assert not has_custom_loss(trainer)
+    trainer.compute_loss = Forwards.compute_loss
+    assert has_custom_loss(trainer)
+
+
+def test_a_loss_that_counts_processes_is_refused(enabled: None, tmp_path: Path) -> None:
+    def compute_loss(self: Any, *args: Any, **options: Any) -> Any:
+        return transformers.Trainer.compute_loss(self, *args, **options) * self.accelerator.num_processes
+
+    scaled = type("Scaled", (transformers.Trainer,), {"compute_loss": compute_loss})
+    with pytest.raises(UnsupportedError, match="compute_loss of Scaled reads num_processes"):
+        trainer_of(tmp_path, scaled)
+    trainer_of(tmp_path, type("Corrected", (scaled,), {"compute_loss": lambda self, *args, **options: None}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("created", ["Accelerator()", "Trainer(model, TrainingArguments(report_to=[]))"])
+def test_processes_that_accelerate_does_not_count_are_refused(created: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on GPUs, accelerate counts the processes without a setting")
+    script = tmp_path / "uncounted.py"
+    script.write_text(
+        "from accelerate import Accelerator\nfrom transformers import Trainer, TrainingArguments\n"
+        f"from tests.adapters.models import tiny_model\nmodel = tiny_model('llama', 'eager')\n{created}\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "ringattn", "script", str(script)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "the ring has 2 ranks, but accelerate counts 1 processes" in ended.stderr
 
 
 def test_loops_that_cannot_be_exact_are_refused() -> None:

@@ -120,6 +120,14 @@ class Forwards(Trainer):
         return super().compute_loss(*args, **options)
 
 
+class MeanOfMeans(Trainer):
+    """A Trainer whose loss is the mean over each batch, and then over the batches of a step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.model_accepts_loss_kwargs = False
+
+
 class AddsTerm(Trainer):
     """A Trainer that adds a term to the loss."""
 

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from tests.adapters.encoders import encoder, masked
 from tests.adapters.models import tiny_model
 from tests.adapters.ranks import in_double
-from tests.adapters.trainer import ZLoss, accuracy, likeliest, padded, texts
+from tests.adapters.trainer import MeanOfMeans, ZLoss, accuracy, likeliest, padded, texts
 
 Result = tuple[Any, dict[str, list[Any]]]
 """The trained model, and values by name."""
@@ -161,6 +161,7 @@ KINDS: dict[str, Callable[[str], Result]] = {
     "loop, masked": partial(loop, masks=True),
     "trainer": trainer,
     "z-loss": partial(trainer, kind=ZLoss),
+    "mean of means": partial(trainer, kind=MeanOfMeans),
     "sft": sft,
     "deepspeed": with_deepspeed,
     "dpo": partial(of_whole_texts, kind="DPO"),

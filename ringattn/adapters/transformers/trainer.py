@@ -13,17 +13,16 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, IterableDataset
 
 from ringattn.adapters.deepspeed import check_config
 from ringattn.adapters.dropout import seed_from
-from ringattn.adapters.host_versions import Host
+from ringattn.adapters.host_versions import Host, source_digest
 from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers.attention import HOST as MODELS
 from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
@@ -128,6 +127,7 @@ class RingTrainerMixin:
             refuse_parallelism(argument)
         yield
         refuse_parallelism(self.accelerator)  # type: ignore[attr-defined]  # environment variables can set it too
+        refuse_lone_processes(self.accelerator, self.ring)  # type: ignore[attr-defined]
         self._check_options()
 
     def begin_ring(self, ring: Ring, layout: LayoutName | str = "auto") -> None:
@@ -243,8 +243,12 @@ class RingTrainerMixin:
 
     _computes_whole_loss = False
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return Trainer's loader, set up so that all ranks of a ring read the same batches.
+
+        Args:
+            args: Arguments of the host's method. That of transformers' Trainer has none.
+            kwargs: Arguments of the host's method.
 
         Returns:
             The loader, as accelerate prepared it.
@@ -253,7 +257,8 @@ class RingTrainerMixin:
             UnsupportedError: The data is a stream that accelerate would divide among all processes.
         """
         refuse_data(self.train_dataset, self.accelerator)  # type: ignore[attr-defined]
-        return share_training(super().get_train_dataloader(), *self._rings())  # type: ignore[misc]
+        loader = super().get_train_dataloader(*args, **kwargs)  # type: ignore[misc]
+        return share_training(loader, *self._rings())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return Trainer's loader, set up so that all ranks of a ring read the same batches.
@@ -464,6 +469,10 @@ class RingTrainerMixin:
             whole: Any = copy(inputs)
             return partial(self._whole_step, model, prepared, seed), whole
         self._seq, shards = shard_batch(self.ring, inputs, self.layout, model=prepared)
+        if "shift_labels" in shards and takes_means(host):
+            # Every rank divides its part of the sum by the labels per rank, see `_get_num_items_in_batch`.
+            labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
+            shards["num_items_in_batch"] = (labels != -100).sum() / self.ring.world_size
         return partial(self._sharded_step, self._seq, seed), shards
 
     @contextmanager
@@ -562,9 +571,54 @@ def has_custom_loss(host: Any) -> bool:
 
     if host.loss_of_shards:
         return False
-    return (
-        host.compute_loss_func is not None or getattr(host.compute_loss, "__func__", None) is not Trainer.compute_loss
-    )
+    if host.compute_loss_func is not None or "compute_loss" in vars(host):
+        return True
+    classes = type(host).__mro__
+    return not all(_only_forwards(kind, host) for kind in classes[: classes.index(Trainer)])
+
+
+FORWARDING: dict[str, tuple[tuple[str, ...], str]] = {
+    "axolotl.core.trainers.base:AxolotlTrainer": (("68c157dd",), "args.orpo_alpha"),
+    "llamafactory.train.sft.trainer:CustomSeq2SeqTrainer": (("9322a2c3",), "finetuning_args.use_asft_loss"),
+    "llamafactory.train.pt.trainer:CustomTrainer": (("1e189a7d",), ""),
+}
+"""Trainer classes whose `compute_loss` was reviewed: it returns the result of Trainer's, called with the same inputs.
+
+The values are the digests of the reviewed sources, and an option of the trainer that selects another loss.
+"""
+
+
+def _only_forwards(kind: type[Any], host: Any) -> bool:
+    """Return whether a class leaves the loss to its base class. Never raises."""
+    if "compute_loss" not in vars(kind):
+        return True
+    digests, option = FORWARDING.get(f"{kind.__module__}:{kind.__qualname__}", ((), ""))
+    if not digests or _digest(vars(kind)["compute_loss"]) not in digests:
+        return False
+    owner, _, name = option.partition(".")
+    return not option or not getattr(getattr(host, owner, None), name, False)
+
+
+@cache
+def _digest(function: Any) -> str:
+    """Return the digest of a function, or an empty string if its source cannot be read."""
+    try:
+        return source_digest(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def takes_means(host: Any) -> bool:
+    """Return whether the loss is the mean over each batch, because a class switched off `model_accepts_loss_kwargs`.
+
+    False if the model itself cannot take the number of labels: `prepare` then refuses the labels.
+    """
+    if host.model_accepts_loss_kwargs or host.label_smoother is not None or host.loss_of_shards:
+        return False
+    base = base_of(host.model)
+    parameters = inspect.signature(type(base).forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return takes_any and getattr(base, "accepts_loss_kwargs", True)
 
 
 def _corrects_scale() -> bool:
@@ -587,6 +641,18 @@ def refuse_custom_loss(host: Any) -> None:
             f"the Trainer of transformers {transformers.__version__} would scale by the number of ranks; use "
             "transformers 5.19 or later, or leave it out"
         )
+    loss = getattr(host.compute_loss, "__func__", None)
+    if has_custom_loss(host) and loss is not transformers.Trainer.compute_loss and _reads(loss, "num_processes"):
+        raise UnsupportedError(
+            f"compute_loss of {type(host).__name__} reads num_processes, so it may scale the loss by the number of "
+            "processes; a ring counts as one: override it, and divide its loss by self.ring.world_size"
+        )
+
+
+def _reads(function: Any, name: str) -> bool:
+    """Return whether the code of a function reads an attribute."""
+    code = getattr(function, "__code__", None)
+    return code is not None and name in code.co_names
 
 
 def refuse_loss_of_rows(host: Any) -> None:
@@ -667,11 +733,6 @@ def refuse_deepspeed(host: Any) -> None:
     if plugin is None:
         return
     check_config(plugin.deepspeed_config)
-    if host.args.world_size != dist.get_world_size():
-        raise UnsupportedError(
-            f"accelerate counts {host.args.world_size} processes, but there are {dist.get_world_size()}: with "
-            "DeepSpeed on CPUs, it needs the name of the backend; see 'On CPUs' in docs/embedding-deepspeed.md"
-        )
     # The Trainer then passes the model's own loss to DeepSpeed, which divides its gradients by the batches of a step
     # although it is asked not to.
     if (
@@ -692,6 +753,17 @@ def refuse_loaders(host: Any) -> None:
         raise UnsupportedError(
             "train_sampling_strategy='batch_rebalance' distributes texts over the processes of a ring; use "
             "'group_by_length'"
+        )
+
+
+def refuse_lone_processes(accelerator: Any, ring: Ring) -> None:
+    """Raise `UnsupportedError` if accelerate does not count the ranks, and so would not average gradients."""
+    processes = accelerator.state.num_processes
+    if processes % ring.world_size:
+        raise UnsupportedError(
+            f"the ring has {ring.world_size} ranks, but accelerate counts {processes} processes, so it would not "
+            "average gradients over the ranks; on CPUs, set ACCELERATE_USE_CPU=true, or use_cpu of TrainingArguments; "
+            "with DeepSpeed, name the backend, see 'On CPUs' in docs/embedding-deepspeed.md"
         )
 
 
