@@ -32,6 +32,7 @@ from tests.adapters.trainer import Forwards, Stream, padded, texts
 from tests.doc_code import run_under_torchrun
 
 SCRIPT = str(ROOT / "tests" / "adapters" / "user_scripts.py")
+KINDS = ("loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss", "mean of means")
 TOLERANCE = 1e-9
 
 
@@ -59,17 +60,13 @@ def check_equal(actual: dict[str, Any], true: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss", "mean of means"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_script_over_one_ring_equals_one_process(kind: str, tmp_path: Path) -> None:
     check_equal(run(kind, tmp_path / "ring", 2, ranks=2), run(kind, tmp_path / "plain", 1, ranks=None))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss", "mean of means"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_script_over_two_rings_equals_two_processes(kind: str, tmp_path: Path) -> None:
     check_equal(run(kind, tmp_path / "rings", 4, ranks=2), run(kind, tmp_path / "plain", 2, ranks=None))
 
