@@ -188,15 +188,14 @@ def test_a_configuration_that_shards_too(tmp_path: Path, ring: Ring, monkeypatch
         monkeypatch.setattr(config, name, 1)
 
 
+TRAINERS_OF_TRL = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("DPOTrainer", "comparing probabilities of whole texts"),
-        ("GRPOTrainer", "generates texts and weights whole texts"),
-        ("KTOTrainer", "of the whole batch"),
-        ("RewardTrainer", "uses one token of each text"),
+        *((f"{name}Trainer", rf"use ringattn\.adapters\.trl\.Ring{name}Trainer") for name in TRAINERS_OF_TRL),
         ("ORPOTrainer", "has a custom loss, which was not compared with one process"),
-        ("SFTTrainer", r"use ringattn\.adapters\.trl\.RingSFTTrainer"),
     ],
 )
 def test_trainers_of_trl(name: str, reason: str) -> None:

@@ -80,7 +80,7 @@ def test_prepare_and_register_run_with_an_untested_version_after_a_warning(
 ) -> None:
     installed("6.0.0")
     model = tiny_model("llama", "eager")
-    with pytest.warns(UntestedHostWarning, match=r"5\.24, not with transformers 6\.0\.0; all 10 functions"):
+    with pytest.warns(UntestedHostWarning, match=r"5\.24, not with transformers 6\.0\.0; all 12 functions"):
         adapter.prepare(model)
     assert model.config._attn_implementation == "ringattn"
     monkeypatch.setenv(VARIABLE, "error")
