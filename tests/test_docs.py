@@ -260,7 +260,7 @@ def test_the_commands_of_one_process_run(
         small = [smaller.get(word, word) for word in arguments if not word.startswith(("tokens=", "ranks="))]
         if not any(word.startswith(("replicas=", "restarts=")) for word in arguments):
             assert train.main([*small, *SMALL]) == 0, arguments
-    assert "in 40 steps, 20 of them before" in capsys.readouterr().out
+    assert "in 40 steps, 20 of them in earlier runs" in capsys.readouterr().out
 
 
 @pytest.mark.slow

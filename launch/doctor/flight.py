@@ -144,10 +144,10 @@ def _unanswered(more: Stream, fewer: Stream, waiting: Record, owing: Record, owe
     distance = ABSENT if first_unfinished(owing, until_s) is None else WAITING
     started = [flight for flight in owing["flights"] if flight["posted_s"] <= until_s]
     posted = [flight for flight in started if flight["state"] != LAUNCHING]
-    where = f"exchange {posted[-1]['sequence']}, '{label_of(posted[-1])}'" if posted else "no exchange"
+    where = f"exchange {posted[-1]['sequence']}, '{label_of(posted[-1])}'" if posted else "none"
     if started and started[-1]["state"] == LAUNCHING:
         where += f"; it is inside the launch of exchange {started[-1]['sequence']}"
-    text = f"rank {owing['rank']} never posted its {owed}; its last posted exchange is {where}"
+    text = f"rank {owing['rank']} never posted its {owed}; its last posted exchange: {where}"
     if fewer.total < more.first:
         sequence = waiting["flights"][0]["sequence"]
         dropped = f"rank {waiting['rank']} has dropped the first of them, from before exchange {sequence}"

@@ -109,9 +109,9 @@ def test_the_rank_that_never_posted_is_named_before_those_that_wait(tmp_path: Pa
     post(a, "recv", 2, "step 0", state=FAILED)
     assert mismatches(tmp_path, a, b, c) == [
         "no partner: rank 2 recv from rank 1 'step 3' (8 bytes, exchange 3); rank 1 never posted its send to rank 2; "
-        "the last that it posted was exchange 2, 'step 2'",
+        "its last posted exchange: exchange 2, 'step 2'",
         "no partner: rank 0 recv from rank 2 'step 0' (8 bytes, exchange 0); rank 2 never posted its send to rank 0; "
-        "the last that it posted was exchange 3, 'step 3'",
+        "its last posted exchange: exchange 3, 'step 3'",
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_rank_inside_a_launch_has_not_posted(tmp_path: Path) -> None:
     post(a, "send", 1, "n 1", state=RUNNING)
     post(b, "recv", 0, "m 1", state=LAUNCHING)
     (mismatch,) = mismatches(tmp_path, a, b)
-    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'm 0'" in mismatch
+    assert "rank 1 never posted its recv from rank 0; its last posted exchange: exchange 0, 'm 0'" in mismatch
     assert mismatch.endswith("it is inside the launch of exchange 1")
 
 
@@ -143,7 +143,7 @@ def test_what_is_posted_after_the_peer_gave_up_answers_nothing(tmp_path: Path) -
     post(b, "send", 0, "step 0")
     assert mismatches(tmp_path, b) == [
         "no partner: rank 0 recv from rank 1 'step 0' (8 bytes, exchange 0); rank 1 never posted its send to rank 0; "
-        "the last that it posted was no exchange at all"
+        "its last posted exchange: none"
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_partner_that_is_no_longer_held_is_said(tmp_path: Path) -> None:
         post(a, "send", 1, "more")
     (lines,) = mismatches(tmp_path, a, b)
     assert "rank 0 has dropped the first of them, from before exchange 2" in lines
-    assert "rank 1 never posted its recv from rank 0; the last that it posted was exchange 0, 'n 0'" in lines
+    assert "rank 1 never posted its recv from rank 0; its last posted exchange: exchange 0, 'n 0'" in lines
 
 
 def test_ranks_without_a_record_are_named_first(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_ranks_without_a_record_are_named_first(tmp_path: Path) -> None:
     post(a, "send", 2, "kv")
     lines = mismatches(tmp_path, a, b)
     assert [line.split(":")[0] for line in lines] == [
-        "rank 1 left no record", "rank 3 left no record", "no partner"
+        "there is no record of rank 1", "there is no record of rank 3", "no partner"
     ]  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def test_the_records_of_a_stalled_ring_name_the_rank(processes: Processes, tmp_p
         assert all(part["slot"] for part in done["parts"])
     first = divergences(records)[0]
     assert "'step 1: KV' (64 bytes, exchange 2); rank 1 never posted its" in first
-    assert "the last that it posted was exchange 1, 'step 0: KV'" in first
+    assert "its last posted exchange: exchange 1, 'step 0: KV'" in first
 
 
 def ends_otherwise(rank: int, world_size: int, folder: Path) -> None:
