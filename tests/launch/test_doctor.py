@@ -193,7 +193,7 @@ def test_the_kernel_forms_of_each_gpu_are_reported(monkeypatch: pytest.MonkeyPat
     assert len(forms) == 2 and "on sm_80: pointers" in forms[0] and "on sm_90: " in forms[1]
     assert doctor.kernel_forms([]) == ["engine='triton' does not run here: no GPU"]
     monkeypatch.setitem(sys.modules, "ringattn.engine.forms", None)
-    assert "does not run here: no ringattn.engine.forms" in doctor.kernel_forms([])[0]
+    assert "does not run here: ringattn.engine.forms is not installed" in doctor.kernel_forms([])[0]
 
 
 def test_devices_of_different_generations() -> None:

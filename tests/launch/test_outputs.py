@@ -233,7 +233,7 @@ def test_locks_and_records_are_not_opened_through_a_link(target: Path) -> None:
     with pytest.raises(InputError, match=r"out=.*: \.lock there is a symbolic link; remove it, or go away"):
         with locked(shared, "out", "sweep", "go away"):
             pass
-    with pytest.raises(RingError, match=r"points\.jsonl is a symbolic link, and records are not written through one"):
+    with pytest.raises(RingError, match=r"points\.jsonl is a symbolic link, and records are not written through links"):
         Folder(shared).append({"hash": "abc", "environment": None})
     with pytest.raises(FileExistsError):
         write_run(shared, {}, {})

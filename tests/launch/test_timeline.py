@@ -286,7 +286,7 @@ def test_the_plans_that_ran_are_predicted(tmp_path: Path, monkeypatch: pytest.Mo
         results = run_ranks(2, body, cluster=cluster)
         tracks, prediction = [track for track, _ in results], results[0][1]
         assert not difference_of(tracks, prediction.passes)
-        assert prediction.basis.startswith("by the constants of a preset")
+        assert prediction.basis.startswith("with the constants of a preset")
         messages.add(tracks[0].passes[1].messages)
         if cluster is not None:
             write_calibration(tmp_path, "shm")

@@ -196,7 +196,7 @@ def test_all_ranks_refuse_a_checkpoint_that_some_machines_do_not_see(
             Checkpoints(ring, config, load(config)).resume(*loop.make_model(ring, config))
         return str(raised.value).removeprefix(f"resume={path}: ")
 
-    message = f"no complete checkpoint is there on ranks {missing}; name a folder step-N that all machines see"
+    message = f"it holds no complete checkpoint on ranks {missing}; name a folder step-N that all machines see"
     assert run_ranks(2, of_rank, timeout_s=20.0) == [message] * 2
 
 

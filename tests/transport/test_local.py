@@ -163,6 +163,6 @@ def test_world_refuses_invalid_arguments() -> None:
     world = LocalWorld(1)
     alone = world.transport(0)
     for rank in (0, 1, -1):
-        with pytest.raises(InputError, match="taken"):
+        with pytest.raises(InputError, match="already in use"):
             world.transport(rank)
     assert alone.all_gather_bytes(b"me") == [b"me"]
