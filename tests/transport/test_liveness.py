@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from ringattn.errors import InputError
+from ringattn.errors import InputError, PeerLostError
 from ringattn.transport.health.verdict import Place
+from ringattn.transport.nccl.binding import NcclError, Status
 from ringattn.transport.nccl.transport import NcclTransport
 from tests.contract import liveness_contract as contract
 from tests.contract.processes import Processes
@@ -72,8 +73,28 @@ def test_nccl_reports_a_cause_that_is_in_the_store() -> None:
         reported.wait(10.0)
         return message
 
-    # Not `results`: closing may raise the failure again, if the exchange raised it before this rank's supervisor saw it.
+    # Not `results`: closing raises the failure again, if the exchange raised before this rank's supervisor saw it.
     for outcome in on_gpus(SimWorld(3), body, deadline_s=20.0):
+        assert "rank 1 failed first: InputError: this rank belongs to another job" in outcome.result
+
+
+def test_a_call_that_nccl_refuses_after_an_abort_raises_the_cause() -> None:
+    def body(ring: NcclTransport) -> str:
+        ring.all_gather_bytes(b"")
+        if ring.rank == 1:
+            ring.supervisor.health.publish(InputError("this rank belongs to another job"))
+
+        def register(*_: object) -> None:
+            while ring.supervisor.failure is None:
+                time.sleep(0.01)
+            raise NcclError("register", Status.INVALID_ARGUMENT, "NULL communicator")
+
+        ring._memory.allocate = register  # type: ignore[assignment, method-assign]
+        with pytest.raises(PeerLostError) as raised:
+            ring.allocate(16)
+        return str(raised.value)
+
+    for outcome in on_gpus(SimWorld(2), body, deadline_s=20.0):
         assert "rank 1 failed first: InputError: this rank belongs to another job" in outcome.result
 
 

@@ -122,7 +122,11 @@ class NcclTransport(StreamTransport):
             raise RingError(
                 f"rank {self.rank}: the first run of a pass allocates its staging buffers; run it, then capture it"
             )
-        return self._memory.allocate(nbytes, self._wait_until_quiet)
+        try:
+            return self._memory.allocate(nbytes, self._wait_until_quiet)
+        except NcclError:
+            self.check()  # if the ring was aborted meanwhile, its failure is the cause, not the call that NCCL refused
+            raise
 
     def bind(self, sends: Sequence[Message], recvs: Sequence[Message]) -> NcclHop:
         """See `Transport.bind`."""
@@ -140,7 +144,7 @@ class NcclTransport(StreamTransport):
         except NcclError as error:
             if error.status in (Status.REMOTE_ERROR, Status.SYSTEM_ERROR):  # a connection broke, so a peer is at fault
                 self.supervisor.fail(BrokenCommunicatorError(str(error)), attribute=True)
-                self.check()
+            self.check()  # also if the ring was aborted meanwhile
             raise
         except DeadlineError as error:
             raise self._end_with_attribution(error) from error
