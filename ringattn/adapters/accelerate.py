@@ -29,15 +29,17 @@ from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.batches import WholeCalls
 from ringattn.adapters.transformers.checks import base_of
+from ringattn.adapters.transformers.loaders import (
+    refuse_data,
+    refuse_lone_processes,
+    refuse_split_batches,
+    share_training,
+)
 from ringattn.adapters.transformers.trainer import (
     HOST as TRAINER,
 )
 from ringattn.adapters.transformers.trainer import (
     RingTrainerMixin,
-    refuse_data,
-    refuse_lone_processes,
-    refuse_split_batches,
-    share_training,
 )
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError

@@ -36,8 +36,9 @@ from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.batches import whole_calls
 from ringattn.adapters.transformers.calls import is_wrapped
 from ringattn.adapters.transformers.checks import base_of, declare_outputs
+from ringattn.adapters.transformers.loaders import last_turn, share_evaluation
 from ringattn.adapters.transformers.memory import refuse_logits
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, last_turn, share_evaluation
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring

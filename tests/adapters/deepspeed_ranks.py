@@ -240,12 +240,12 @@ DUMMIES = {
 
 
 def plain_loop(zero: str, rings: int) -> dict[str, Tensor]:
-    """Train with accelerate in as many processes as there are rings, without DeepSpeed."""
+    """Train with accelerate with one process for each ring, without DeepSpeed."""
     return updates(Accelerator, cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
 
 
 def plain_dummies(zero: str, rings: int) -> dict[str, Tensor]:
-    """Train with accelerate in as many processes as there are rings, with DeepSpeed."""
+    """Train with accelerate with one process for each ring, with DeepSpeed."""
     return updates(accelerator_of, Accelerator, zero, dummies=True, **DUMMIES)
 
 
@@ -279,7 +279,7 @@ def errors(kind: str, rings: int, zero: list[str]) -> dict[str, list[float]]:
     with in_double():
         compile_nothing()
         plain, ours = KINDS[kind]
-        # accelerate's loop has a mean for each batch, so it needs as many processes as there are rings.
+        # accelerate's loop has a mean for each batch, so the reference has one process for each ring.
         processes = rings if kind in ("loop", "dummies") else 1
         expected = forked_ranks(processes, partial(run, plain, zero[0], rings))[0]
         compare = partial(compared, ours, rings, expected)

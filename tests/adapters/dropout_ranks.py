@@ -27,7 +27,7 @@ HOW: tuple[dict[str, Any], ...] = ({"use_reentrant": True}, {"use_reentrant": Fa
 """The options of checkpointed layers. They alternate from step to step, and differ between the two world sizes."""
 PARTS: list[list[int]] = [[0], [1, 3], [2]]
 """Groups of rows of the padded batch whose real tokens begin at the same position. A causal model attends to each group
-in a call of its own, so each has a separate seed."""
+in a separate call, so each has a separate seed."""
 CASES = (("gpt2", "plain"), ("gpt2", "packed"), ("gpt2", "padded"), ("llama", "padded"))
 """Models and batches; the number of a case is its step."""
 

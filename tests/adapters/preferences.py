@@ -33,9 +33,9 @@ from ringattn.adapters.groups import ring_of_ranks
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.trl import RingDPOTrainer, RingGRPOTrainer, RingKTOTrainer, RingRewardTrainer, RingRLOOTrainer
 from tests.adapters.models import filled, tiny_model
-from tests.adapters.processes import forked, forked_ranks, whole, worst_error
+from tests.adapters.processes import forked, forked_ranks, whole
 from tests.adapters.ranks import in_double
-from tests.adapters.sft import COMPILED, LORA, OVER_RANKS, SHARDED, tokenizer
+from tests.adapters.sft import COMPILED, LORA, OVER_RANKS, SHARDED, rank, tokenizer
 from tests.adapters.trainer import as_on_accelerators
 
 RANKS = 2
@@ -203,17 +203,6 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
     return weights, untimed
 
 
-def rank(folder: str, expected: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return for each case the largest error of the weights on rank `number`, and the metrics next to the expected."""
-    results: dict[str, Any] = {}
-    with Ring(timeout_s=60.0) as ring, in_double():
-        for case, (theirs, truly) in expected.items():
-            weights, logged = trained(folder, case, ring)
-            error = worst_error((weights[name], weight) for name, weight in theirs.items())
-            results[case] = {"weights": error, "logged": [logged, truly]}
-    return results
-
-
 def train_errors(folder: str, trainer: str, *cases: str) -> dict[str, Any]:
     """Return the errors of two processes against a single process, for all cases of a trainer, or those in `cases`.
 
@@ -232,7 +221,7 @@ def train_errors(folder: str, trainer: str, *cases: str) -> dict[str, Any]:
             return {case: trained(folder, case, None) for case in cases}
 
     (expected,) = forked(alone)
-    results: dict[str, Any] = forked_ranks(RANKS, partial(rank, folder, expected))[0]
+    results: dict[str, Any] = forked_ranks(RANKS, partial(rank, trained, folder, expected))[0]
     return results
 
 

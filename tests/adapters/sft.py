@@ -5,6 +5,7 @@ Needs trl, peft and datasets, which `tests.adapters.environments` installs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -142,12 +143,15 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
     return weights, logged
 
 
-def rank(folder: str, expected: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return for each case the largest error of the weights on rank `number`, and the metrics next to the expected."""
+def rank(train: Callable[..., Any], folder: str, expected: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return for each case the largest error of the weights on rank `number`, and the metrics next to the expected.
+
+    `train(folder, case, ring)` returns the weights and the metrics of this rank.
+    """
     results: dict[str, Any] = {}
     with Ring(timeout_s=60.0) as ring, in_double():
         for case, (theirs, truly) in expected.items():
-            weights, logged = trained(folder, case, ring)
+            weights, logged = train(folder, case, ring)
             error = worst_error((weights[name], weight) for name, weight in theirs.items())
             results[case] = {"weights": error, "logged": [logged, truly]}
     return results
@@ -162,7 +166,7 @@ def train_errors(folder: str, *cases: str) -> dict[str, Any]:
             return {case: trained(folder, case, None) for case in cases}
 
     (expected,) = forked(alone)
-    results: dict[str, Any] = forked_ranks(RANKS, partial(rank, folder, expected))[0]
+    results: dict[str, Any] = forked_ranks(RANKS, partial(rank, trained, folder, expected))[0]
     return results
 
 

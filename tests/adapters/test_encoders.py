@@ -75,7 +75,7 @@ def test_lora(tmp_path: Path) -> None:
     check(tmp_path, 1, ("bert, LoRA",), *ROUTES, **with_trl())
 
 
-# --- A loop of one's own ---------------------------------------------------------------------------------------------
+# --- A custom training loop -------------------------------------------------------------------------------------------
 
 
 def whole_batch(tags: bool = False) -> dict[str, Tensor]:
@@ -301,7 +301,7 @@ def test_losses_of_whole_rows(of: str, tmp_path: Path, ring: Ring) -> None:
 
 
 def test_classes_of_whole_rows_at_the_first_step(tmp_path: Path, ring: Ring) -> None:
-    """Their loss has no name of its own, so their batches show it."""
+    """Their loss has no separate name, so their batches show it."""
 
     def pooled(rows: list[Any]) -> dict[str, Tensor]:
         return {**padded(rows), "labels": torch.zeros(len(rows), dtype=torch.int64)}

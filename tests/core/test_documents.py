@@ -102,7 +102,7 @@ def test_a_long_document_is_cut_and_short_ones_are_not() -> None:
 
 
 def assert_whole(bounds: tuple[int, ...], ranks: int, shards: Shards) -> None:
-    """Assert that each token is on one rank, and that ranks have as many tokens as in the contiguous layout."""
+    """Assert that each token is on one rank, and that each rank has its number of tokens in the contiguous layout."""
     assert sorted(token for shard in shards for piece in shard for token in range(*piece)) == list(range(bounds[-1]))
     counts = tuple(sum(stop - start for start, stop in shard) for shard in shards)
     assert counts == make_layout("contiguous", bounds[-1], ranks).counts

@@ -1,4 +1,4 @@
-"""A training script with context parallelism of its own, right or with a silent fault: `faulty_trainers.py FAULT`.
+"""A training script with its own context parallelism, right or with a silent fault: `faulty_trainers.py FAULT`.
 
 Two packed documents are sharded over the ranks in order. Each rank attends to the keys of all ranks. Some tokens are
 read without a label, so the ranks have different numbers of labels. DDP averages the gradients.
