@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-rest test-all hosts prove durations lint docs demo bench gpu-here gpu-compile gpu-check gpu-check-first gpu-check-kernels gpu-check-sanitizer \
-	gpu-check-speed gpu-check-speed-short gpu-check-tune gpu-check-qkv gpu-check-nccl gpu-check-nccl-alone gpu-check-nccl-processes gpu-check-many \
-	gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-faults \
-	gpu-check-many-report gpu-tune clean
+.PHONY: help setup test test-rest test-all hosts prove durations lint docs demo bench gpu-here gpu-first gpu-compile gpu-tune clean \
+	gpu-check-launches gpu-check-environment gpu-check-first gpu-check-kernels gpu-check-nccl-alone gpu-check-speed gpu-check-ncu \
+	gpu-check-nccl-processes gpu-check-speed-short gpu-check-speed-all gpu-check-sanitizer gpu-check-tune gpu-check-qkv \
+	gpu-check-many gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-life gpu-check-many-faults \
+	gpu-check-many-report
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -56,7 +57,7 @@ test-rest: $(STAMP) ## the tests that `make test` leaves out, except kernels who
 test-all: lint ## every test on CPU
 	@$(call tests,,all)
 
-hosts: $(STAMP) ## run the adapters with every version of their hosts and write docs/host-versions.md, half an hour
+hosts: $(STAMP) ## run the adapters with every version of their hosts and write docs/host-versions.md, 80 minutes
 	$(BIN)/python -m tests.adapters.host_table
 
 prove: $(STAMP) ## run the compile gates and interpreted kernels whose inputs have changed, and record those that pass
@@ -80,66 +81,104 @@ bench: $(STAMP) ## run the benchmarks, each after its check of the results
 
 # For a GPU machine with its own Python, torch and driver, without .venv and network. GPU_CHECK_COMMIT names the commit if
 # there is no git. Each part ends within eight minutes, writes results to bench/results/gpu as they arrive, and copies
-# them to the folder OUT if it is set. gpu-check runs the parts below, the most decisive first; a part that fails does not
-# stop the next.
+# them and its logs to the folder OUT if it is set; without it, logs are in build.
 # The folder of compiled kernels is the same on every machine, because Triton stores absolute paths in it.
 GPU_KERNELS := /tmp/ringattn-gpu-kernels
-GPU_PYTHON = env PYTHONUNBUFFERED=1 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. TRITON_CACHE_DIR=$(GPU_KERNELS) $(PYTHON)
-GPU_TESTS = $(GPU_PYTHON) -m pytest -v -m gpu -p no:cacheprovider --durations=5 --timeout=200 --timeout-method=thread
-GPU_CHECKS := first kernels speed speed-short tune qkv nccl
+GPU_LOGS = $(or $(OUT),build)
+GPU_PYTHON = env PYTHONUNBUFFERED=1 COLUMNS=200 GPU_CHECK_COPY=$(OUT) PYTHONPATH=. TRITON_CACHE_DIR=$(GPU_KERNELS) $(PYTHON)
+GPU_FIRST := launches environment first kernels nccl-alone speed ncu nccl-processes speed-short
 export GPU_CHECK_COMMIT ?= $(shell git rev-parse --short HEAD 2>/dev/null)
-PARTS := 1 2 3 4 5 6 7 8 9 10 11 12 13 14
 
-gpu-check: gpu-here ## run the checks that need a CUDA device, with the system's Python and torch
-	@failed=0; for part in $(GPU_CHECKS); do $(MAKE) gpu-check-$$part || failed=1; done; exit $$failed
+# gpu-start starts a command in the background: log, seconds, command. gpu-tests starts pytest: log, seconds, arguments.
+# gpu-share shares tests between processes: log, seconds, processes, arguments. gpu-wait waits for all of them.
+gpu-start = timeout -k 10 $(2) $(3) > $(GPU_LOGS)/gpu-$(1).log 2>&1 & started="$$started $$!"; logs="$$logs $(GPU_LOGS)/gpu-$(1).log";
+gpu-tests = $(call gpu-start,$(1),$(2),$(GPU_PYTHON) -m tests.gpu.restarts build/gpu-$(1).started -v -m gpu -p no:cacheprovider \
+	--tb=short --durations=5 $(3))
+gpu-share = for share in $$(seq $(3)); do $(call gpu-tests,$(1)-$$share,$(2),--part=$$share/$(3) $(4)) done;
+gpu-wait = failed=0; for process in $$started; do wait $$process || failed=1; done; \
+	grep -hE "^(FAILED|ERROR|HUNG)|relative errors|Timeout|^=+ .*(passed|failed|error)" $$logs; [ $$failed = 0 ]
+gpu-begin = mkdir -p build $(GPU_LOGS); started=; logs=
+
+# The results are packed again every ten seconds, because the command may be cut off, and OUT may take few files only.
+gpu-pack = tar czf build/gpu-first.new -C build gpu-first 2>/dev/null; mv build/gpu-first.new $(GPU_LOGS)/gpu-first.tar.gz;
+
+gpu-first: gpu-here ## run what matters most on a GPU machine lent for minutes; GPU_FIRST="speed ncu" selects parts
+	@rm -rf build/gpu-first; mkdir -p build/gpu-first $(OUT); start=$$(date +%s); failed=0; \
+	( while sleep 10; do $(gpu-pack) done ) > /dev/null 2>&1 & packer=$$!; \
+	for part in $(GPU_FIRST); do \
+		echo "[$$(( $$(date +%s) - start )) s] $$part"; \
+		$(MAKE) --no-print-directory gpu-check-$$part OUT=build/gpu-first || failed=1; done; \
+	kill $$packer; wait $$packer 2>/dev/null; $(gpu-pack) echo "[$$(( $$(date +%s) - start )) s] end"; exit $$failed
 
 gpu-compile: ## compile the kernels of the GPU tests without a GPU, into build/gpu-kernels.tar.xz, which gpu-here unpacks
 	@mkdir -p build && rm -rf $(GPU_KERNELS)
 	@timeout -k 10 460 $(GPU_PYTHON) -m pytest -q -n 2 -p tests.gpu.compiling -p no:cacheprovider -m gpu -k "not sanitizer and not graphs and not workspace" \
-		tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py
+		tests/gpu/test_first_launches.py tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py
 	@find $(GPU_KERNELS) -type f ! -name '*.cubin' ! -name '*.json' -delete
 	@tar cJf build/gpu-kernels.tar.xz -C $(dir $(GPU_KERNELS)) $(notdir $(GPU_KERNELS))
 
 gpu-here:
 	@[ ! -f build/gpu-kernels.tar.xz ] || [ -d $(GPU_KERNELS) ] || tar xJf build/gpu-kernels.tar.xz -C $(dir $(GPU_KERNELS))
-	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check needs a CUDA device, and torch finds none")'
+	@$(PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("the GPU checks need a CUDA device, and torch finds none")'
 	@[ -n "$(GPU_CHECK_COMMIT)" ] || echo "no git: set GPU_CHECK_COMMIT=<commit>, or the results do not name their commit"
 
-gpu-check-first: gpu-here ## part of gpu-check: the speed of three kernels at one size, in two minutes
-	@timeout -k 10 240 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,descriptors,gluon tokens=8192 file=kernels_first budget_s=200
+gpu-check-launches: gpu-here ## part of gpu-first: one launch of each kernel, in a process each
+	@$(gpu-begin); $(call gpu-start,launches,45,$(GPU_PYTHON) -m tests.gpu.first_launches) $(gpu-wait)
 
-gpu-check-kernels: gpu-here ## part of gpu-check: the compiled kernels, tested by several processes
-	@mkdir -p build; rm -f build/gpu-part-*.log; for part in $(PARTS); do \
-		timeout -k 10 460 $(GPU_TESTS) --part=$$part/$(words $(PARTS)) --session-timeout=430 -k "not compute_sanitizer" \
-			tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_gluon.py tests/gpu/test_rows.py tests/gpu/test_adapters.py \
-			> build/gpu-part-$$part.log 2>&1 & started="$$started $$!"; done; \
-	failed=0; for process in $$started; do wait $$process || failed=1; done; \
-	cat build/gpu-part-*.log > build/gpu-kernels.log; $(call gpu-copy,build/gpu-kernels.log) \
-	grep -hE "^(FAILED|ERROR)|Timeout|^=+ .*(passed|failed|error)" build/gpu-part-*.log; exit $$failed
+gpu-check-environment: gpu-here ## part of gpu-first: the doctor, and the plugins of pytest
+	@$(gpu-begin); $(call gpu-start,doctor,40,$(GPU_PYTHON) -m ringattn doctor) \
+	$(call gpu-start,plugins,40,$(GPU_PYTHON) -m pytest -VV) $(gpu-wait); status=$$?; cat $$logs; exit $$status
 
-gpu-check-sanitizer: gpu-here ## not in gpu-check, slow: one scenario of each kernel form under compute-sanitizer
-	@timeout -k 10 460 $(GPU_TESTS) --timeout=300 -k compute_sanitizer tests/gpu/test_kernels.py
+gpu-check-first: gpu-here ## part of gpu-first: the speed of three kernels at one size
+	@timeout -k 10 100 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,descriptors,gluon tokens=8192 file=kernels_first \
+		budget_s=85 limit_s=30
 
-gpu-check-speed: gpu-here ## part of gpu-check: speed compared with cuDNN at 32,768 tokens, ring steps, launch costs
+gpu-check-kernels: gpu-here ## part of gpu-first: the compiled kernels, tested by 14 processes, Gluon's by two of them
+	@$(gpu-begin); $(call gpu-share,kernels,170,12,-k "not compute_sanitizer" \
+		tests/gpu/test_engines.py tests/gpu/test_kernels.py tests/gpu/test_rows.py tests/gpu/test_adapters.py) \
+	$(call gpu-share,gluon,170,2,--limit=40 tests/gpu/test_first_launches.py tests/gpu/test_gluon.py) $(gpu-wait)
+
+gpu-check-sanitizer: gpu-here ## not in gpu-first, slow: one scenario of each kernel form under compute-sanitizer
+	@$(gpu-begin); $(call gpu-tests,sanitizer,460,--limit=300 -k compute_sanitizer tests/gpu/test_kernels.py) $(gpu-wait)
+
+gpu-check-speed: gpu-here ## part of gpu-first: speed compared with cuDNN and FlashAttention 3 at 32,768 tokens, ring steps, launch costs
+	@timeout -k 10 180 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,gluon,fa3,descriptors budget_s=165 limit_s=30
+
+gpu-check-speed-short: gpu-here ## part of gpu-first: the same at 8,192 tokens, one sequence
+	@timeout -k 10 120 $(GPU_PYTHON) -m ringattn.bench.kernels only=cudnn,gluon,fa3,descriptors total=8192 tokens=4096,8192 \
+		file=kernels_short budget_s=105 limit_s=30
+
+gpu-check-speed-all: gpu-here ## not in gpu-first: the speed of every implementation
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.kernels
 
-gpu-check-speed-short: gpu-here ## part of gpu-check: the same at 8,192 tokens, one sequence
-	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.kernels total=8192 tokens=4096,8192 file=kernels_short
+# One after the other, because two profiled processes would share the GPU.
+gpu-check-ncu: gpu-here ## part of gpu-first: hardware counters of two Gluon kernels, 8,192 tokens
+	@$(gpu-begin); failed=0; for kernel in forward grad_kv; do \
+		$(call gpu-start,ncu-$$kernel,60,ncu --clock-control none --section SpeedOfLight --section ComputeWorkloadAnalysis \
+			--section WarpStateStats --section Occupancy --section LaunchStats -k regex:$${kernel}_kernel -c 1 \
+			$(GPU_PYTHON) -m tests.gpu.first_launches gluon/$$kernel/128 tokens=8192) \
+		wait $$started || failed=1; tail -n 60 $$logs; started=; logs=; done; exit $$failed
 
-gpu-check-tune: gpu-here ## part of gpu-check: the most promising block sizes of forward and of dK, dV; writes no file
+gpu-check-tune: gpu-here ## not in gpu-first: the most promising block sizes of forward and of dK, dV; writes no file
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.tune dims=128 forms=descriptors kernels=forward,grad_kv limit=25
 
-gpu-check-qkv: gpu-here ## part of gpu-check: the QKV projection
+gpu-check-qkv: gpu-here ## not in gpu-first: the QKV projection
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.qkv
 
-gpu-check-nccl: gpu-here ## part of gpu-check: the transports, by the two targets below
-	@failed=0; for part in alone processes; do $(MAKE) gpu-check-nccl-$$part || failed=1; done; exit $$failed
+# These tests need the GPU alone.
+gpu-check-nccl-alone: gpu-here ## part of gpu-first: real NCCL in one process
+	@failed=0; for name in lifetimes peer_driver loopback; do \
+		( $(gpu-begin); $(call gpu-tests,$$name,100,tests/gpu/test_$$name.py) $(gpu-wait) ) || failed=1; done; exit $$failed
 
-gpu-check-nccl-alone: gpu-here ## real NCCL in one process
-	@$(call gpu-tests,lifetimes:120 peer_driver:120 loopback:190)
-
-gpu-check-nccl-processes: gpu-here ## real NCCL, then transport=peer, between processes that may share a GPU
-	@$(call gpu-tests,processes:280 peer:180)
+# Tests of lost ranks measure deadlines, so fewer processes share the GPU. Captures are the most likely to hang.
+gpu-check-nccl-processes: gpu-here ## part of gpu-first: NCCL and transport=peer between processes that may share a GPU
+	@failed=0; \
+	( $(gpu-begin); $(call gpu-share,processes,200,3,-k "not lost and not abort and not capture" \
+		tests/gpu/test_processes.py tests/gpu/test_peer.py) $(gpu-wait) ) || failed=1; \
+	( $(gpu-begin); $(call gpu-share,faults,150,2,-k "lost or abort" \
+		tests/gpu/test_processes.py tests/gpu/test_peer.py) $(gpu-wait) ) || failed=1; \
+	( $(gpu-begin); $(call gpu-tests,captures,90,-k "capture and not lost and not abort" \
+		tests/gpu/test_processes.py tests/gpu/test_peer.py) $(gpu-wait) ) || failed=1; exit $$failed
 
 gpu-check-many: gpu-here ## on 2 to 8 GPUs: the five parts below, and a page of the results
 	@failed=0; for part in hops overlap ring life faults report; do \
@@ -149,13 +188,7 @@ gpu-check-many-hops gpu-check-many-overlap gpu-check-many-ring gpu-check-many-li
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.many part=$(@:gpu-check-many-%=%)
 
 gpu-check-many-faults: gpu-here
-	@$(call gpu-tests,processes:450)
-
-# Each entry is a test file and its limit in seconds. A file that reaches its limit does not stop the next.
-gpu-tests = mkdir -p build; failed=0; for part in $(1); do name=$${part%:*}; \
-		timeout -k 10 $${part\#*:} $(GPU_TESTS) tests/gpu/test_$$name.py > build/gpu-$$name.log 2>&1 || failed=1; \
-		tail -n 25 build/gpu-$$name.log; $(call gpu-copy,build/gpu-$$name.log) done; exit $$failed
-gpu-copy = $(if $(OUT),mkdir -p $(OUT) && cp $(1) $(OUT);)
+	@$(gpu-begin); $(call gpu-tests,processes,450,tests/gpu/test_processes.py) $(gpu-wait)
 
 gpu-tune: gpu-here ## find the fastest block sizes of this GPU and write kernels/configs.json; run again to continue
 	@timeout -k 10 460 $(GPU_PYTHON) -m ringattn.bench.tune write=true

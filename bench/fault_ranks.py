@@ -123,7 +123,7 @@ def live(seat: Seat, fault: Fault, pipe: Connection) -> None:
         enter(seat.namespace)
     os.environ.update(
         RANK=str(seat.rank), WORLD_SIZE=str(seat.ranks), MASTER_ADDR=seat.meeting, MASTER_PORT=str(seat.port),
-        RES_OPTIONS="timeout:1",
+        RES_OPTIONS="timeout:1 attempts:1",
     )  # fmt: skip
     torch.set_num_threads(1)
     # torchrun sends SIGTERM to all ranks once one has failed. Survivors ignore it here, because their own errors are to

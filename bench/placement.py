@@ -1,25 +1,28 @@
-"""Packed documents: balance of pairs, rows sent and predicted times of each layout.
+"""Packed documents and trees: balance of pairs, rows sent, predicted times of each layout, and a bound on rows.
 
-Run `python -m ringattn.bench.placement`. Lengths of documents are drawn from a published distribution, and the calls
-are only planned. A row counts once for each rank that reads it. The gate compares `ringattn.core.documents` with the
-tiles and read sets of the planner.
+Run `python -m ringattn.bench.placement`; with `trees=1000` it draws trees too. Lengths of documents are drawn from a
+published distribution, and the calls are only planned. A row counts once for each rank that reads it. The gate compares
+`ringattn.core.areas` with the tiles and read sets of the planner.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
+from ringattn import masks
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
-from ringattn.core.documents import load_of, placed, placed_at_once
-from ringattn.core.layout import LAYOUTS, make_layout
+from ringattn.core.areas import areas_of, fewest_rows
+from ringattn.core.layout import LAYOUTS, causal_documents, make_layout
 from ringattn.core.mask import make_mask
+from ringattn.core.placement import EVEN, FILLS, placed, placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.planner.choose import choose_route, plan_of
@@ -47,12 +50,18 @@ class PlacementOptions:
     """The options of the benchmark.
 
     Documents longer than `longest_tokens` are cut into parts of this length before packing; 0 leaves them whole. The
-    source of the distribution cuts them at a quarter of the sequence.
+    source of the distribution cuts them at a quarter of the sequence. `trees`: the number of trees drawn for each
+    number of ranks up to 8, of `tree_tokens` tokens. `even`: the largest ratio of a rank's pairs to the mean.
+    `fills`: the limit of the search for a placement of a tree.
     """
 
     tokens: int = 131072
     ranks: tuple[int, ...] = (2, 4, 8, 16)
     seeds: int = 5
+    trees: int = 0
+    tree_tokens: int = 65536
+    even: float = EVEN
+    fills: int = FILLS
     longest_tokens: tuple[int, ...] = (0, 32768)
     heads: int = 64
     kv_heads: int = 8
@@ -127,9 +136,11 @@ def measure_layout(cuts: tuple[int, ...], layout: str, ranks: int, options: Plac
 
 
 def open_gate(cuts: tuple[int, ...], ranks: int, options: PlacementOptions) -> None:
-    """Raise `GateError` unless pairs and rows of `ringattn.core.documents` equal those of the planner."""
-    for layout, shards in (("documents", placed(cuts, ranks)), (AT_ONCE, placed_at_once(cuts, ranks))):
-        load, problem = load_of(cuts, shards), problem_of(cuts, layout, ranks, options)
+    """Raise `GateError` unless pairs and rows of `ringattn.core.areas` equal those of the planner."""
+    mask = causal_documents(cuts)
+    for layout, place in (("documents", placed), (AT_ONCE, placed_at_once)):
+        load = areas_of(mask, cuts[-1]).load(place(mask, cuts[-1], ranks))
+        problem = problem_of(cuts, layout, ranks, options)
         if list(load.pairs) != pairs_of(problem) or sum(load.sent) != rows_of(problem):
             raise GateError(f"{ranks} ranks, {layout}: pairs or rows differ from the planner's")
 
@@ -140,6 +151,8 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     with progress("placement") as say:
         tables = [_measure(longest, options, data, say) for longest in options.longest_tokens]
+        if options.trees:
+            tables.append(_trees_table(options, data, say))
     finish("placement", options, tables, data, options.results)
     return data
 
@@ -167,6 +180,78 @@ def _measure(longest: int, options: PlacementOptions, data: dict[str, Any], say:
             figures = (f"{balance:.3f}", f"{read:.0f}", f"{sent:.0f}", *(f"{time_ms:.2f}" for time_ms in ms))
             table.rows.append((str(ranks), name, *figures))
         data[f"{longest} {ranks}"] = {name: [line._asdict() for line in lines] for name, lines in by_layout.items()}
+    return table
+
+
+TREES = ("deep", "wide", "star", "chain", "any")
+"""Shapes of drawn trees. In "any", a parent is drawn from the path of the node before."""
+
+
+def draw_tree(draw: random.Random, nodes: int, tokens: int, shape: str) -> masks.Tree:
+    """Draw a tree of one root whose nodes have exponentially distributed lengths."""
+    parents, path = [-1], [0]
+    for node in range(1, nodes):
+        if shape == "star":
+            parent = 0
+        elif shape == "chain" or (shape == "deep" and draw.random() < 0.7):
+            parent = node - 1
+        elif shape == "wide":
+            parent = path[min(len(path) - 1, draw.randrange(2))]
+        else:
+            parent = draw.choice(path)
+        del path[path.index(parent) + 1 :]
+        parents.append(parent)
+        path.append(node)
+    weights = [draw.expovariate(1) + 0.05 for _ in range(nodes)]
+    lengths = [int(weight / sum(weights) * tokens) for weight in weights]
+    lengths[0] += tokens - sum(lengths)
+    return masks.tree(parents, lengths)
+
+
+class TreeFigures(NamedTuple):
+    """The figures of a placed tree. `fewest`: the lower bound on rows sent."""
+
+    balance: float
+    sent: int
+    fewest: int
+    planning_ms: float
+
+
+def measure_tree(shape: str, seed: int, ranks: int, options: PlacementOptions) -> TreeFigures:
+    """Place a drawn tree, and return its figures."""
+    draw, tokens = random.Random(seed), options.tree_tokens
+    mask = make_mask(tokens, tokens, mask=draw_tree(draw, draw.choice((4, 8, 16, 32, 64)), tokens, shape))
+    areas_of.cache_clear()
+    placed_at_once.cache_clear()
+    started = time.perf_counter()
+    shards = placed_at_once(mask, tokens, ranks, options.even, options.fills)
+    planning_ms = (time.perf_counter() - started) * 1e3
+    load = areas_of(mask, tokens).load(shards)
+    fewest = fewest_rows(mask, tokens, ranks, options.even)
+    return TreeFigures(max(load.pairs) * ranks / sum(load.pairs), sum(load.sent), fewest, planning_ms)
+
+
+def _trees_table(options: PlacementOptions, data: dict[str, Any], say: Say) -> Table:
+    table = Table(
+        f"Trees of {options.tree_tokens} tokens and 4 to 64 nodes, placed for all rows at once, pairs even to "
+        f"{options.even}. Pairs: the largest share over the mean, of the worst tree. Over the bound: rows sent of all "
+        "trees over the lower bound of all, and of the median tree",
+        ("ranks", "trees", "shape", "pairs", "rows sent", "over the bound", "median", "within 1.15", "planning ms"),
+    )
+    for ranks in [ranks for ranks in options.ranks if ranks <= 8]:
+        for number, shape in enumerate(TREES):
+            seeds = range(number, options.trees, len(TREES))
+            say(f"{ranks} ranks: {len(seeds)} trees, {shape}")
+            lines = [measure_tree(shape, seed, ranks, options) for seed in seeds]
+            sent, fewest = sum(line.sent for line in lines), sum(line.fewest for line in lines)
+            ratios = [line.sent / max(1, line.fewest) for line in lines]
+            table.rows.append((
+                str(ranks), str(len(lines)), shape, f"{max(line.balance for line in lines):.3f}",
+                f"{sent / len(lines):.0f}", f"{sent / max(1, fewest):.3f}", f"{median(ratios):.3f}",
+                f"{sum(ratio <= 1.15 for ratio in ratios) / len(lines):.2f}",
+                f"{mean(line.planning_ms for line in lines):.0f}",
+            ))  # fmt: skip
+            data[f"{shape} {ranks}"] = [line._asdict() for line in lines]
     return table
 
 

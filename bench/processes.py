@@ -107,7 +107,7 @@ def run_torchrun(
     command += [f"--nproc-per-node={ranks}", *more]
     # torch looks up the peer's host name for every store connection. By default, a lost query takes 5 s, which is
     # longer than most deadlines of the benchmarks.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
     with (job.parent / "log").open("w+b") as log:
         agent = subprocess.Popen(
             [*command, *program], stdout=log, stderr=log, env=environment, start_new_session=True,

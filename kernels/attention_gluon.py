@@ -118,7 +118,7 @@ def forward_gluon(
     from ringattn.kernels.attention_gluon_forward import forward_kernel
 
     _, strides = state_beside(out, result, lse)
-    in_base_2, counter = scale * log2(e), torch.zeros(1, dtype=torch.int32, device=q.device)
+    in_base_2, counter = scale * log2(e), _counter(q)
     args = (
         q, k, v, out, lse, result, sinks, table.blocks, table.entries, counter,
         *_sizes(table, q, section_for(table, k, v, sharing=group), group, first_kv_head), in_base_2,
@@ -136,18 +136,22 @@ def grad_q_gluon(
     """Return the launch that adds the gradient of the table's pairs to `dq`, shaped like q in float32.
 
     Arguments are those of `attention_backward.grad_q`; `gluon_takes` must accept them. `config` is like those of
-    `GRAD_Q`. The launch allocates 512 bytes per program for descriptors with Triton's allocator.
+    `GRAD_Q`. Programs take free blocks as in `forward_gluon`. The launch allocates 512 bytes per program for
+    descriptors with Triton's allocator.
     Raises ValueError if both `dq` and `result` are None.
     """
     from ringattn.kernels.attention_gluon_grad_q import grad_q_kernel
 
     _, strides = state_beside(dq, result, lse)
+    counter = _counter(q)
     args = (
-        q, k, v, dout, lse, delta, dq, result, table.blocks, table.entries,
+        q, k, v, dout, lse, delta, dq, result, table.blocks, table.entries, counter,
         *_sizes(table, q, section_for(table, k, v, sharing=group), group, first_kv_head), scale, scale * log2(e),
         *strides_of(q, k, v, dout), *strides, *lse.stride(), *delta.stride(),
     )  # fmt: skip
-    return LaunchCall(grad_q_kernel, grid_of(table, q.shape[1], programs), args, _meta(q, config))
+    return LaunchCall(
+        grad_q_kernel, grid_of(table, q.shape[1], programs), args, _meta(q, config), persistent=True, counter=counter
+    )
 
 
 def grad_kv_gluon(
@@ -158,7 +162,8 @@ def grad_kv_gluon(
     """Return the launch that adds the gradients of the table's pairs to `dk` and `dv`, shaped like k and v in float32.
 
     Arguments are those of `attention_backward.grad_kv`; `gluon_takes` must accept them. `config` is like those of
-    `GRAD_KV`. The launch allocates 512 bytes per program for descriptors with Triton's allocator.
+    `GRAD_KV`. Programs take free blocks as in `forward_gluon`. The launch allocates 512 bytes per program for
+    descriptors with Triton's allocator.
     Raises ValueError if `results` is None and `dk` or `dv` is None.
     """
     from ringattn.kernels.attention_gluon_grad_kv import grad_kv_kernel
@@ -166,13 +171,21 @@ def grad_kv_gluon(
     dk_result, dv_result = results or (None, None)
     _, dk_strides = state_beside(dk, dk_result, lse)
     _, dv_strides = state_beside(dv, dv_result, lse)
+    counter = _counter(q)
     args = (
-        q, k, v, dout, lse, delta, dk, dv, dk_result, dv_result, table.blocks, table.entries,
+        q, k, v, dout, lse, delta, dk, dv, dk_result, dv_result, table.blocks, table.entries, counter,
         *_sizes(table, q, section_for(table, q, dout, reads=group), group, first_kv_head), scale, scale * log2(e),
         *strides_of(q, k, v, dout), *dk_strides[:3], *dv_strides[:3], *dk_strides[3:], *dv_strides[3:],
         *lse.stride(), *delta.stride(),
     )  # fmt: skip
-    return LaunchCall(grad_kv_kernel, grid_of(table, q.shape[1], programs), args, _meta(q, config))
+    return LaunchCall(
+        grad_kv_kernel, grid_of(table, q.shape[1], programs), args, _meta(q, config), persistent=True, counter=counter
+    )
+
+
+def _counter(like: Tensor) -> Tensor:
+    """Return the counter from which programs take items; see `LaunchCall.counter`."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def _sizes(table: Table, q: Tensor, section: int, group: int, first_kv_head: int) -> tuple[int, ...]:

@@ -21,11 +21,15 @@ from ringattn.kernels.attention_gluon_parts import (
     bring,
     deliver,
     described,
+    hand,
+    hand_over,
     landed,
     masked,
     products,
+    received,
     seen,
     slot_of,
+    taken,
     visited,
     work_of,
 )
@@ -63,7 +67,7 @@ def _bring_rows(
 
 @gluon.jit
 def _produce(
-    inputs, per_row, tables, sizes, strides, row_strides, buffers, barriers,
+    inputs, per_row, tables, counter, sizes, strides, row_strides, buffers, barriers, handed,
     BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Load the rows that the consumers read, in the order in which they read them."""
@@ -78,7 +82,10 @@ def _produce(
     kv_full, kv_empty, q_full, dout_full, _ = barriers
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+    rounds = gl.to_tensor(0)
+    total = block_count * slots * batches
+    item = gl.program_id(0)
+    while item < total:
         block, batch, kv_head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
         # A block without entries loads nothing. Consumers skip it by the same test, so the turns agree.
         if first < last:
@@ -120,6 +127,10 @@ def _produce(
                             BLOCK_M, SLOTS, layout,
                         )  # fmt: skip
                         turn += 1
+        # Take the next item while the consumers still sum the last blocks of this one.
+        item = taken(counter, total)
+        hand_over(item, rounds, handed, 1)
+        rounds += 1
 
 
 @gluon.jit
@@ -205,7 +216,7 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, grads, tables, sizes, strides, scales, buffers, barriers,
+    WHICH: gl.constexpr, grads, tables, sizes, strides, scales, buffers, barriers, handed,
     DIM: gl.constexpr, BLOCK_M: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the first or the second half of every block's keys."""
@@ -225,7 +236,10 @@ def _consume(
     own_d = WHICH * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, d_layout))
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+    rounds = gl.to_tensor(0)
+    total = block_count * slots * batches
+    item = gl.program_id(0)
+    while item < total:
         first, last = work_of(blocks, item, block_count, slots, batches, section)[4:]
         dk = gl.zeros([KEYS, DIM], gl.float32, d_layout)
         dv = gl.zeros([KEYS, DIM], gl.float32, d_layout)
@@ -260,12 +274,14 @@ def _consume(
             dk * scale, dk_carried, dk_result, dk_strides, dk_result_strides, block, batch, buffer_head, own_d, live,
             DIM, d_layout,
         )  # fmt: skip
+        item = received(rounds, handed, 4)
+        rounds += 1
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def grad_kv_kernel(
-    q, k, v, dout, lse, delta, dk, dv, dk_result, dv_result, blocks, entries, block_count, slots, batches, section,
-    group, first_kv_head, scale, in_scale,
+    q, k, v, dout, lse, delta, dk, dv, dk_result, dv_result, blocks, entries, counter, block_count, slots, batches,
+    section, group, first_kv_head, scale, in_scale,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head,
     dk_row, dk_batch, dk_head, dv_row, dv_batch, dv_head,
     dk_result_row, dk_result_batch, dk_result_head, dv_result_row, dv_result_batch, dv_result_head,
@@ -292,6 +308,7 @@ def grad_kv_kernel(
     # Full: the arrival of the copy and, for query rows, that of lse and delta. Empty: an arrival from each consumer.
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=CONSUMERS)
+    handed = hand(CONSUMERS)
     # Make the barriers visible to TMA before any role starts.
     hopper.fence_async_shared()
 
@@ -310,10 +327,13 @@ def grad_kv_kernel(
     lower: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_consume, (upper, grads, tables, sizes, grad_strides, scales, buffers, barriers, DIM, BLOCK_M, SLOTS)),
-            (_consume, (lower, grads, tables, sizes, grad_strides, scales, buffers, barriers, DIM, BLOCK_M, SLOTS)),
-            (_produce, (inputs, per_row, tables, sizes, strides, row_strides, buffers, barriers, BLOCK_M, SLOTS)),
+            (_consume, (upper, grads, tables, sizes, grad_strides, scales, buffers, barriers, handed,
+                        DIM, BLOCK_M, SLOTS)),
+            (_consume, (lower, grads, tables, sizes, grad_strides, scales, buffers, barriers, handed,
+                        DIM, BLOCK_M, SLOTS)),
+            (_produce, (inputs, per_row, tables, counter, sizes, strides, row_strides, buffers, barriers, handed,
+                        BLOCK_M, SLOTS)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip

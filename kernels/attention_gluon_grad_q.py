@@ -19,12 +19,16 @@ from ringattn.kernels.attention_gluon_parts import (
     bring,
     deliver,
     described,
+    hand,
+    hand_over,
     landed,
     masked,
     places,
     products,
+    received,
     seen,
     slot_of,
+    taken,
     visited,
     work_of,
 )
@@ -33,7 +37,9 @@ from ringattn.kernels.launch import VARYING
 
 
 @gluon.jit
-def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr):
+def _produce(
+    inputs, tables, counter, sizes, strides, buffers, barriers, handed, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
     """Load the rows that the consumers read, in the order in which they read them."""
     q, k, v, dout = inputs
     blocks, entries = tables
@@ -43,7 +49,10 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
     q_full, q_empty, k_full, v_full, empty = barriers
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+    rounds = gl.to_tensor(0)
+    total = block_count * slots * batches
+    item = gl.program_id(0)
+    while item < total:
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
         # A block without entries loads nothing. Consumers skip it by the same test, so the turns agree.
         if first < last:
@@ -80,6 +89,10 @@ def _produce(inputs, tables, sizes, strides, buffers, barriers, BLOCK_N: gl.cons
                     mbarrier.expect(v_full.index(slot), v_rows.block_type.nbytes)
                     tma.async_copy_global_to_shared(v_rows, [first_row, 0], v_full.index(slot), v_buffers.index(slot))
                     turn += 1
+        # Take the next item while the consumers still sum the last blocks of this one.
+        item = taken(counter, total)
+        hand_over(item, rounds, handed, 1)
+        rounds += 1
 
 
 @gluon.jit
@@ -147,7 +160,7 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, per_row, grads, tables, sizes, strides, scales, buffers, barriers,
+    WHICH: gl.constexpr, per_row, grads, tables, sizes, strides, scales, buffers, barriers, handed,
     DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the first or the second half of every block's queries."""
@@ -169,7 +182,10 @@ def _consume(
     own_d = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, d_layout))
     items = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for item in range(gl.program_id(0), block_count * slots * batches, gl.num_programs(0)):
+    rounds = gl.to_tensor(0)
+    total = block_count * slots * batches
+    item = gl.program_id(0)
+    while item < total:
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
         dq = gl.zeros([ROWS, DIM], gl.float32, d_layout)
         if first < last:
@@ -192,11 +208,13 @@ def _consume(
             dq * scale, dq_carried, dq_result, dq_strides, result_strides, block, batch, head, own_d, live,
             DIM, d_layout,
         )  # fmt: skip
+        item = received(rounds, handed, 4)
+        rounds += 1
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def grad_q_kernel(
-    q, k, v, dout, lse, delta, dq, dq_result, blocks, entries, block_count, slots, batches, section, group,
+    q, k, v, dout, lse, delta, dq, dq_result, blocks, entries, counter, block_count, slots, batches, section, group,
     first_kv_head, scale, in_scale,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head,
     dq_row, dq_batch, dq_head, result_row, result_batch, result_head,
@@ -220,6 +238,7 @@ def grad_q_kernel(
     # Full: one arrival, from the producer. Empty: one arrival from each consumer.
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=CONSUMERS)
+    handed = hand(CONSUMERS)
     # Make the barriers visible to TMA before any role starts.
     hopper.fence_async_shared()
 
@@ -235,10 +254,12 @@ def grad_q_kernel(
     lower: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_consume, (upper, rows, grads, tables, sizes, by_row, scales, buffers, barriers, DIM, BLOCK_N, SLOTS)),
-            (_consume, (lower, rows, grads, tables, sizes, by_row, scales, buffers, barriers, DIM, BLOCK_N, SLOTS)),
-            (_produce, (inputs, tables, sizes, strides, buffers, barriers, BLOCK_N, SLOTS)),
+            (_consume, (upper, rows, grads, tables, sizes, by_row, scales, buffers, barriers, handed,
+                        DIM, BLOCK_N, SLOTS)),
+            (_consume, (lower, rows, grads, tables, sizes, by_row, scales, buffers, barriers, handed,
+                        DIM, BLOCK_N, SLOTS)),
+            (_produce, (inputs, tables, counter, sizes, strides, buffers, barriers, handed, BLOCK_N, SLOTS)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip

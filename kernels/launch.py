@@ -14,15 +14,41 @@ launch hooks are not called.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import Token
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime._allocation import _allocator  # `triton.set_allocator` sets it; no public function reads it
 from triton.runtime.jit import JITFunction
+
+# --- what Triton needs to launch ------------------------------------------------------------------------------------
+
+
+def compiler_missing() -> str | None:
+    """Return why Triton cannot build the C code with which it launches kernels, or None.
+
+    Triton builds it when it first runs (from 3.7 on), or for each signature of a kernel (3.6), and keeps the result in
+    its cache. It looks for a compiler as this function does.
+    """
+    if triton.knobs.build.impl is not None:
+        return None
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler (gcc or clang), with which Triton builds its launcher: install gcc, or set CC"
+    # Debian's default scheme names a folder for packages of the user, which has no headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    if not header.exists():
+        return f"no {header}, which Triton needs to build its launcher: install Python's headers (python3-dev)"
+    return None
+
 
 # --- global memory of a launch ---------------------------------------------------------------------------------------
 

@@ -174,6 +174,8 @@ def merge(
         part_out + batch * part_batch + head * part_head + (row * part_row)[:, None] + column, mask=inside, other=0.0
     )
     tl.store(at_out, old_out * share(old, merged)[:, None] + new_out * share(new, merged)[:, None], mask=inside)
+    # One warp stores lse of all rows. The others must have loaded it.
+    tl.debug_barrier()
     tl.store(at_lse, merged, mask=live)
 
 

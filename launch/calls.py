@@ -95,7 +95,9 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
     """One attention call with any mask. It adds the options of the softmax, `mask`, documents and dilated branches."""
 
     mask: str | None = option(
-        None, "prefix:N, chunked:N or global_tokens:N, in tokens; can be combined with causal and window"
+        None,
+        "prefix:N, chunked:N, global_tokens:N or bidirectional_blocks:START,END,..., in tokens; can be combined with "
+        "causal and window",
     )
     documents: int = option(1, "documents of equal length", least=1)
     cu_seqlens: list[int] | None = option(None, "boundaries of the documents, as [0,100,300]; replaces documents")
@@ -145,7 +147,7 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
         from ringattn import masks
 
         masks.from_text(text)
-        if text.startswith("prefix") and not self.causal:
+        if text.startswith(("prefix", "bidirectional_blocks")) and not self.causal:
             raise InputError(f"mask={text}: has no effect with causal=false, where all queries attend to all keys")
         if text.startswith("global_tokens") and self.bounds is None:
             raise InputError(f"mask={text}: has no effect without a window; add window=[511,0], for example")

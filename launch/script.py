@@ -1,7 +1,7 @@
-"""`ringattn script`: run a training script, not changed, with every Trainer and Accelerator over rings.
+"""`ringattn script`: run an unchanged script with its Trainers, Accelerators and DeepSpeed engines over rings.
 
-Guarantees: what the script's Trainers and Accelerators cannot compute exactly over a ring is refused when they are
-created. A script that creates none ends with an error, because nothing would have been trained over a ring.
+Guarantees: what they cannot compute exactly over a ring is refused when they are created. A script that creates none
+ends with an error, because nothing would have been trained over a ring.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SCRIPT_USAGE = "[key=value ...]", "[key=value ...] SCRIPT [...]"
 """What to replace in the usage line of a command that takes a script after its options."""
 
 PURPOSE = """\
-Runs a Python script, or a module after -m, in this process. Every Trainer of transformers, SFTTrainer of TRL and
-Accelerator of accelerate that it creates shards its batches over rings of ranks. The words after the script are the
-script's arguments. Start one process for each GPU, with torchrun or accelerate launch.
+Runs a Python script, or a module after -m, in this process. Every Trainer of transformers, SFTTrainer of TRL,
+Accelerator of accelerate and engine of deepspeed.initialize that it creates shards its batches over rings of ranks. The
+words after the script are the script's arguments. Start one process for each GPU, with torchrun or accelerate launch.
 Example: torchrun --nproc-per-node 8 -m ringattn script train.py --attn_implementation ringattn
 Example: torchrun --nproc-per-node 8 -m ringattn script ranks=4 -m trl.scripts.sft --model_name_or_path DIR"""
 
@@ -90,8 +90,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if os.environ.get("RANK", "0") == "0":
         print(
-            f"ringattn script: {program.words[0]} created neither a Trainer nor an Accelerator, so nothing was trained "
-            "over a ring; in a loop without them, call shard_batch and ring.activate, see "
+            f"ringattn script: {program.words[0]} created no Trainer, Accelerator or DeepSpeed engine, so nothing "
+            "was trained over a ring; in a loop without them, call shard_batch and ring.activate, see "
             "docs/embedding-transformers.md",
             file=sys.stderr,
         )

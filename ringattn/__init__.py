@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RingDilatedAttention,
         RingMultiheadDilatedAttention,
     )
+    from ringattn.layers.recurrent import GatedDeltaRule, SelectiveState, ShortConvolution
     from ringattn.ring import Ring
     from ringattn.runtime.activation import active_sequence
     from ringattn.sequence import Sequence
@@ -43,6 +44,7 @@ __all__ = [
     "DeadlineError",
     "DilatedAttention",
     "DisagreementError",
+    "GatedDeltaRule",
     "InputError",
     "MultiheadDilatedAttention",
     "NcclOptions",
@@ -56,7 +58,9 @@ __all__ = [
     "RingError",
     "RingMultiheadAttention",
     "RingMultiheadDilatedAttention",
+    "SelectiveState",
     "Sequence",
+    "ShortConvolution",
     "TransportError",
     "UnsupportedError",
     "__version__",
@@ -70,6 +74,7 @@ _MODULES = {
     "active_sequence": "runtime.activation",
     **dict.fromkeys(("RingAttention", "RingMultiheadAttention"), "layers.attention"),
     **dict.fromkeys((name for name in __all__ if "Dilated" in name), "layers.dilated"),
+    **dict.fromkeys(("GatedDeltaRule", "SelectiveState", "ShortConvolution"), "layers.recurrent"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
 }
 

@@ -15,7 +15,7 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import FLOATS, Problem
 from ringattn.engine.base import OPTIONAL, BackwardInputs, Engine, Softmax, accumulator_dtype
 from ringattn.engine.philox import MOST_TOKENS
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import InputError
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
@@ -104,11 +104,12 @@ def call_of(
     """
     name = str(dtype).removeprefix("torch.")
     problem = make_problem(ring, seq, kv_seq, *sizes, name, dilated or options.pairs)
+    check_distances(seq, options)
     documents = () if kv_seq is None else (seq.documents or (), kv_seq.documents or ())
     softmax = softmax_of(options, sizes[3], sizes[1], sizes[2], *documents)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax)
     route = choose_route(problem, options.schedule, ring.machines)
-    return AttentionCall(problem, route, softmax, engine, _dropout_seed(options, problem))
+    return AttentionCall(problem, route, softmax, engine, dropout_seed_of(options, problem))
 
 
 def make_problem(
@@ -130,6 +131,16 @@ def make_problem(
     )
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
     return Problem(seq.layout, keys.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
+
+
+def check_distances(seq: Sequence, options: AttentionOptions) -> None:
+    """Raise InputError for slopes of ALiBi with a mask whose distances are not those of packed positions."""
+    mask = options.mask or seq.mask
+    if mask is not None and mask.by_depth and options.alibi_slopes is not None:
+        raise InputError(
+            f"alibi_slopes multiply distances of packed positions, and distances in {type(mask).__name__} count along "
+            "paths; leave alibi_slopes out, or use rotary positions"
+        )
 
 
 def _with_mask_of(seq: Sequence, kv_seq: Sequence | None, pairs: Banded | Dilated) -> Banded | Dilated:
@@ -172,7 +183,7 @@ def softmax_of(
     return Softmax(scale, q_heads // kv_heads, starts=starts, **values)
 
 
-def _dropout_seed(options: AttentionOptions, problem: Problem) -> int:
+def dropout_seed_of(options: AttentionOptions, problem: Problem) -> int:
     """Return the seed of dropout, 0 without dropout. Raises InputError if it is missing or a sequence is too long."""
     if not options.dropout_p:
         return 0
@@ -219,22 +230,33 @@ class AttentionFunction(torch.autograd.Function):
 
 
 def forward_pass(
-    ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keep: bool
+    ring: Runtime,
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    keep: bool,
+    engine: Engine | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (out, lse, kept) of a call that all ranks agreed on. kept: with `keep`, the remote inputs for backward.
 
+    `engine`: an engine equal to that of the call, which also has tensors of this pass. None: the engine of the call.
     The memory order of out is (tokens, batch, heads, dim), whatever the strides of q. If the batch is empty, nothing
     is sent.
     """
     batch, tokens, heads, _ = q.shape
+    value_dim = call.problem.value_dim
     if not batch:
         lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-        return q.new_empty((batch, tokens, heads, v.shape[3])), lse, None
+        return q.new_empty((batch, tokens, heads, value_dim)), lse, None
     rows_q, local = q.detach().transpose(0, 1), LocalTensors(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
     executor = ring.executor_of(call, backward=False)
     logits = None if sinks is None else sinks.detach().contiguous()
     with ring.accounted(executor), _uncast(q):
-        arithmetic = ForwardArithmetic(call.engine, executor.works, rows_q, local, logits, call.dropout_seed)
+        arithmetic = ForwardArithmetic(
+            engine or call.engine, executor.works, rows_q, local, value_dim, logits, call.dropout_seed
+        )
         kept = ring.run(executor, arithmetic, keep=keep)
         out = arithmetic.state.out.finalized(q.dtype).transpose(0, 1)
         # Detach, so that the outputs are not views: autograd forbids in-place changes of a function's view outputs.
@@ -253,6 +275,7 @@ def backward_pass(
     kept: Tensor | None,
     dout: Tensor | None,
     dlse: Tensor | None,
+    engine: Engine | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the sinks, from the inputs and outputs of `forward_pass`."""
     ring.check_consistency(call.summary(), backward_of=call.number)
@@ -270,7 +293,7 @@ def backward_pass(
         dk, dv = (make(x.shape, dtype=x.dtype if sums is OwnSums.NONE else dtype, device=x.device) for x in (k, v))
         rows_q = q.detach().transpose(0, 1)
         local, grads = (LocalTensors(*(x.detach().transpose(0, 1) for x in pair)) for pair in ((k, v), (dk, dv)))
-        arithmetic = BackwardArithmetic(call.engine, executor.works, rows_q, local, inputs, grads)
+        arithmetic = BackwardArithmetic(engine or call.engine, executor.works, rows_q, local, inputs, grads)
         ring.run(executor, arithmetic, kept)
         dq = arithmetic.dq.finalized(q.dtype).transpose(0, 1)
         # Free each accumulator before the next result is allocated.
@@ -314,12 +337,6 @@ def check_tensors(
     """Raise `InputError` unless the tensors are this rank's shards of `seq` and `kv_seq`."""
     where = f"rank {ring.rank}: "
     check_sequences(ring, seq, kv_seq)
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if hasattr(x, "to_local"):  # does not import torch.distributed.tensor, which is slow
-            raise UnsupportedError(
-                where + f"{name} is a {type(x).__name__}; give {name}.to_local(), this rank's tokens of the heads of "
-                "this rank, or call ringattn.adapters.torch_ops.ring_attention, which takes DTensors of sharded heads"
-            )
     keys = ("seq", seq) if kv_seq is None else ("kv_seq", kv_seq)
     for name, x, (label, owner) in (("q", q, ("seq", seq)), ("k", k, keys), ("v", v, keys)):
         if not isinstance(x, Tensor) or x.dim() != 4:

@@ -1,22 +1,26 @@
 """`Ring.explain`: the messages, bytes, pairs, memory, balance and predicted time of a call, without running it.
 
-Everything is read from the plans that would run.
+Everything is read from the plans that would run. `Ring.explain_states` does the same for layers with a state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 import torch
 
-from ringattn.attention import check_sequences, make_problem, softmax_of
+from ringattn.attention import check_distances, check_sequences, make_problem, softmax_of
 from ringattn.core.dilation import Dilated
+from ringattn.core.fragments import fragments_of
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
+from ringattn.errors import InputError
 from ringattn.options import AttentionOptions
 from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, is_named, table_of
 from ringattn.planner.choose import choose_route, compared, plans_of_passes, without_collector
@@ -24,7 +28,9 @@ from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import Crossed, crossed, duration, simulate
+from ringattn.planner.states import StatePass, StateSizes, state_pass
 from ringattn.runtime.runtime import Runtime
+from ringattn.runtime.states import nodes_of
 from ringattn.schedule.ops import Kind, Schedule
 from ringattn.schedule.routes import route_named
 from ringattn.schedule.text import aligned, grid, idle_steps
@@ -207,6 +213,7 @@ def explain_call(
     is_ring_cluster = cluster is ring.cluster or not is_named(cluster)
     cluster_from = ring.cluster_from if is_ring_cluster else f"named: {cluster.name}"
     schedule = options.schedule
+    check_distances(seq, options)
     problem = make_problem(ring, seq, kv_seq, *sizes, dtype, dilated or options.pairs)
     softmax = softmax_of(options, head_dim, q_heads, kv_heads)
     chosen = ring.choice(device, getattr(torch, dtype), head_dim, value_dim, softmax)
@@ -261,6 +268,105 @@ def explain_call(
         cluster_from=cluster_from,
         misplaced=misplaced(problem, route),
     )
+
+
+@dataclass(frozen=True)
+class StatesExplanation:
+    """The messages of a layer with a state, without running it.
+
+    Attributes:
+        sizes: The bytes of a transition, of a state and of a row of history.
+        fragments: The number of fragments of each rank.
+        longest: The number of fragments of the longest document.
+        passes: The forward pass, and the backward pass if it was requested: bytes sent and received and messages by
+            rank, exchanges, seconds.
+        predicted_us: The predicted time of all messages, or None if the machines are unknown.
+    """
+
+    layout: str
+    tokens: int
+    sizes: StateSizes
+    fragments: tuple[int, ...]
+    longest: int
+    passes: tuple[StatePass, ...]
+    predicted_us: float | None
+    cluster: Cluster
+
+    @property
+    def bytes_sent(self) -> tuple[int, ...]:
+        """The bytes that each rank sends in all passes."""
+        return tuple(sum(int(each.sent_bytes[rank]) for each in self.passes) for rank in range(len(self.fragments)))
+
+    @property
+    def bytes_received(self) -> tuple[int, ...]:
+        """The bytes that each rank receives in all passes."""
+        return tuple(sum(int(each.received_bytes[rank]) for each in self.passes) for rank in range(len(self.fragments)))
+
+    @property
+    def messages(self) -> tuple[int, ...]:
+        """The messages that each rank sends in all passes."""
+        return tuple(sum(int(each.messages[rank]) for each in self.passes) for rank in range(len(self.fragments)))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, all_ranks: bool = False) -> str:
+        """Return the explanation as text.
+
+        Args:
+            all_ranks: Show every rank. Otherwise, if there are more than 16 ranks, show the first few and a summary.
+
+        Returns:
+            Lines of text.
+
+        Raises:
+            Nothing.
+        """
+        ranks, sizes = len(self.fragments), self.sizes
+        shown = ranks if all_ranks or ranks <= SHOWN_IN_FULL else SHOWN_OF_MANY
+        columns = {
+            "fragments": (self.fragments, _plain), "messages": (self.messages, _plain),
+            "sends": (self.bytes_sent, _bytes), "receives": (self.bytes_received, _bytes),
+        }  # fmt: skip
+        names = ("forward", "backward")
+        exchanges = ", ".join(f"{each.exchanges} in {name}" for name, each in zip(names, self.passes, strict=False))
+        predicted = "" if self.predicted_us is None else (
+            f", predicted {duration(self.predicted_us / 1e6)} on {self.cluster.name} if nothing else runs"
+        )  # fmt: skip
+        lines = [
+            f"{self.layout} layout, {self.tokens} tokens on {ranks} ranks; the longest document has {self.longest} "
+            "fragments",
+            f"state {_si(sizes.state_bytes)}B, transition {_si(sizes.transition_bytes)}B, {sizes.halo_rows} rows of "
+            f"history of {_si(sizes.row_bytes)}B",
+            "",
+            *_by_rank(columns, shown),
+            f"exchanges one after the other: {exchanges}{predicted}",
+        ]
+        if shown < ranks:
+            lines.append(f"{shown} of {ranks} ranks are shown; explanation.text(all_ranks=True) shows all")
+        return "\n".join(lines)
+
+
+def explain_scan(
+    ring: Runtime, seq: Sequence, sizes: StateSizes, *, backward: bool, cluster: Cluster | str | None
+) -> StatesExplanation:
+    """See `Ring.explain_states`."""
+    check_sequences(ring, seq, None)
+    for name, value in sizes._asdict().items():
+        if type(value) is not int or value < 0:
+            raise InputError(f"explain_states: {name} must be a number of bytes or rows, got {value!r}")
+    if isinstance(cluster, str):
+        cluster = cluster_named(cluster)
+    cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
+    fragments = fragments_of(seq.layout, seq.bounds)
+    counts = tuple(len(fragments.of(rank)) for rank in range(ring.world_size))
+    passes = tuple(
+        state_pass(seq.layout, seq.bounds, nodes_of(ring), cluster, sizes, reverse)
+        for reverse in ((False, True) if backward else (False,))
+    )
+    predicted_us = sum(each.seconds for each in passes) * 1e6 if is_named(cluster) else None
+    longest = int((fragments.last - fragments.first).max(initial=-1)) + 1
+    return StatesExplanation(seq.layout.name, seq.length, sizes, counts, longest, passes, predicted_us, cluster)
 
 
 def _exchange(ring: Runtime, machines: Cluster, sm_margin: int | None) -> Exchange:
@@ -346,22 +452,36 @@ def _buffer_bytes(e: Explanation) -> Many[int]:
 
 
 def _table(e: Explanation, shown: int) -> list[str]:
-    """Return the lines of a table of tokens, pairs, messages, bytes sent and buffers.
+    """Return the lines of a table of tokens, pairs, messages, bytes sent and buffers of the first `shown` ranks."""
+    columns = {
+        "tokens": (e.problem.q_layout.counts, _plain), "pairs": (e.pairs, _si), "messages": (e.messages, _plain),
+        "sends": (e.bytes_sent, _bytes), "buffers": (_buffer_bytes(e), _bytes),
+    }  # fmt: skip
+    return _by_rank(columns, shown)
 
-    It has a line for each of the first `shown` ranks, then a summary if there are more ranks.
+
+def _by_rank(columns: Mapping[str, tuple[Many[float], Callable[[float], str]]], shown: int) -> list[str]:
+    """Return the lines of a table with a line for each of the first `shown` ranks, then a summary if there are more.
+
+    `columns`: by title, the values of all ranks and how to write one.
     """
-    columns = (e.problem.q_layout.counts, e.pairs, e.messages, e.bytes_sent, _buffer_bytes(e))
 
-    def row(name: str, values: Many[float]) -> list[str]:
-        tokens, pairs, messages, sent, buffers = values
-        return [name, f"{tokens:.15g}", _si(pairs), f"{messages:.15g}", f"{_si(sent)}B", f"{_si(buffers)}B"]
+    def row(name: str, chosen: Callable[[Many[float]], float]) -> list[str]:
+        return [name, *(text(chosen(values)) for values, text in columns.values())]
 
-    rows = [["rank", "tokens", "pairs", "messages", "sends", "buffers"]]
-    rows += [row(str(rank), [column[rank] for column in columns]) for rank in range(shown)]
-    if shown < e.problem.world_size:
-        for name, summarise in (("least", min), ("median", median), ("most", max)):
-            rows.append(row(name, [summarise(column) for column in columns]))
+    ranks = len(next(iter(columns.values()))[0])
+    rows = [["rank", *columns], *(row(str(rank), itemgetter(rank)) for rank in range(shown))]
+    if shown < ranks:
+        rows += [row("least", min), row("median", median), row("most", max)]
     return aligned(rows)
+
+
+def _plain(number: float) -> str:
+    return f"{number:.15g}"
+
+
+def _bytes(number: float) -> str:
+    return f"{_si(number)}B"
 
 
 def _si(number: float) -> str:

@@ -17,27 +17,33 @@ from torch import Tensor
 from ringattn import dilated
 from ringattn.attention import attend
 from ringattn.core.dilation import Dilated, Offset, check
-from ringattn.core.layout import LayoutName, Purpose, make_layout
+from ringattn.core.layout import PLACED, LayoutName, Purpose, causal_documents, make_layout
+from ringattn.core.mask import AttentionMask, make_mask
 from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wire_name
 from ringattn.dilated import BranchGradient, Tail
 from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, EngineName
 from ringattn.errors import DisagreementError, InputError
-from ringattn.explain import Explanation, explain_call
+from ringattn.explain import Explanation, StatesExplanation, explain_call, explain_scan
+from ringattn.latent import Wire, attend_latents
+from ringattn.masks import Tree, check_mask
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
 from ringattn.observe.spans import Recording, new_recording
 from ringattn.options import AttentionKeywords, AttentionOptions, check_dropout_seed, takes_options
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.layouts import suits_at_once
 from ringattn.planner.plan import placements
+from ringattn.planner.states import StateSizes
 from ringattn.runtime.activation import activate
 from ringattn.runtime.executor import Counters
 from ringattn.runtime.runtime import Runtime
+from ringattn.runtime.states import halo, start_scan
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.rendezvous import TransportName, open_transport, refusals_published
+from ringattn.transport.untraced import untraced
 
 
 class Ring(Runtime):
@@ -164,53 +170,71 @@ class Ring(Runtime):
         layout: LayoutName | str = "auto",
         for_: Purpose | str = "causal",
         schedule: str = "auto",
+        mask: AttentionMask | None = None,
     ) -> Sequence[Ring]:
         """Shard `length` tokens, or packed documents, over the ranks. Local: no rank waits for another.
 
         Uneven counts are normal: the first ranks or chunks take the extra tokens.
 
         Args:
-            length: The number of tokens of the whole sequence. None: the last entry of `cu_seqlens`.
+            length: The number of tokens of the whole sequence. None: the last entry of `cu_seqlens`, or
+                the tokens of a tree.
             cu_seqlens: Cumulative document lengths [0, ..., length], integers. Every row of a batch has these
                 documents. None: one sequence without documents.
             layout: contiguous, zigzag, striped, per_document (zigzag within each document) or documents (a short
-                document stays on one rank, a long one is cut, and causal pairs are balanced). auto: chosen by `for_`.
-            for_: The mask whose work the layout balances: causal, full, window or dilated. Only for layout="auto".
-            schedule: The schedule that calls will name. Used with layout="documents" only. all_gather: place documents
-                so that the fewest rows are sent. Other schedules: place them so that no rank waits for another in any
-                step. auto: place them as for all_gather if the cluster is known and no rank then receives more than 1.5
-                times its shard, otherwise as for other schedules. Calls with another schedule are exact but slower;
-                `explain` says so.
+                document stays on one rank, a long one is cut, and causal pairs are balanced) or mask (the same for the
+                pairs of `mask`: few rows are sent, and pairs are balanced). auto: chosen by `for_`.
+            for_: The mask whose work the layout balances: causal, full, window or dilated. Only for layout="auto"; with
+                layout="mask", full if calls have causal=False and the mask combines with `causal`.
+            schedule: The schedule that calls will name. Used with layout="documents" and "mask" only. all_gather: place
+                tokens so that the fewest rows are sent. Other schedules: place them so that no rank waits for another
+                in any step. auto: place them as for all_gather if the cluster is known and no rank then receives more
+                than 1.5 times its shard, otherwise as for other schedules. Calls with another schedule are exact but
+                slower; `explain` says so.
+            mask: The mask of every attention over the sequence, as in `Sequence.with_mask`. layout="mask" needs it.
 
         Returns:
             The sequence. It shards tensors, and attention takes it.
 
         Raises:
             InputError: No length is given, it is not a number of tokens or exceeds 2^50; `cu_seqlens` does not ascend
-                from 0 to the length; a name is unknown; a layout of documents is used without documents; or a schedule
-                is named for a layout other than documents.
+                from 0 to the length; a name is unknown; a layout of documents is used without documents, or
+                layout="mask" without a mask; the mask does not fit the sequence; or a schedule is named for a layout
+                other than documents and mask.
 
         Example:
             seq = ring.sequence(cu_seqlens=[0, 700, 1000])
+            seq = ring.sequence(mask=masks.tree([-1, 0, 0], [1024, 512, 256]), layout="mask")
         """
         documents = None if cu_seqlens is None else check_documents(cu_seqlens, length)
+        check_mask(mask)
         if length is None:
-            if documents is None:
+            if documents is not None:
+                length = documents[-1]
+            elif isinstance(mask, Tree):
+                length = mask.tokens
+            else:
                 raise InputError("sequence needs a length in tokens, or cu_seqlens=[0, ..., length]")
-            length = documents[-1]
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InputError(f"length must be a number of tokens, got {length!r}")
-        if schedule != "auto" and layout != "documents":
+        if schedule != "auto" and layout not in PLACED:
             raise InputError(
-                f"schedule={schedule!r} decides where layout='documents' places documents; layout={layout!r} does not "
-                "depend on it: name the schedule in the call only"
+                f"schedule={schedule!r} decides where layout='documents' or 'mask' places tokens; layout={layout!r} "
+                "does not depend on it: name the schedule in the call only"
             )
-        at_once = (
-            layout == "documents"
-            and documents is not None
-            and suits_at_once(documents, self.world_size, schedule, self.machines)
-        )
-        return Sequence(self, make_layout(layout, length, self.world_size, documents, for_, at_once), documents)
+        placed_for = None
+        if layout == "documents" and documents is not None:
+            placed_for = causal_documents(documents)
+        elif layout == "mask" and mask is not None:
+            if for_ not in ("causal", "full"):
+                raise InputError(f"for_={for_!r}: layout='mask' places tokens for causal or full")
+            placed_for = make_mask(
+                length, length, causal=for_ == "causal" and mask.takes_causal, mask=mask, documents=documents,
+                kv_documents=documents, q_heads=mask.q_heads or 1,
+            )  # fmt: skip
+        at_once = placed_for is not None and suits_at_once(placed_for, length, self.world_size, schedule, self.machines)
+        token_layout = make_layout(layout, length, self.world_size, documents, for_, at_once, placed_for)
+        return Sequence(self, token_layout, documents, mask)
 
     @overload
     def attention(
@@ -230,6 +254,7 @@ class Ring(Runtime):
         return_lse: bool, **options: Unpack[AttentionKeywords],
     ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
+    @untraced
     @takes_options()
     def attention(
         self,
@@ -291,6 +316,71 @@ class Ring(Runtime):
         out, lse = attend(self, q, k, v, seq, kv_seq, checked)
         return (out, lse) if return_lse else out
 
+    @untraced
+    @takes_options()
+    def latent_attention(
+        self,
+        q: Tensor,
+        rotary: Tensor,
+        latents: Tensor,
+        w_k: Tensor,
+        w_v: Tensor,
+        seq: Sequence,
+        *,
+        wire: Wire | str = "auto",
+        return_lse: bool = False,
+        **options: Unpack[AttentionKeywords],
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute multi-head latent attention (MLA) exactly. Differentiable. A collective call.
+
+        A key of head h is `w_k[h] @ latent` followed by the rotary key, which all heads share; a value is
+        `w_v[h] @ latent`. Latents and rotary keys can be sent between ranks in place of the keys and values of all
+        heads: d_latent + d_rope numbers per token instead of heads * (d_k + d_v). Each rank then expands the blocks
+        that it receives, in backward again.
+
+        Args:
+            q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16. The last d_rope numbers of a
+                head meet the rotary key.
+            rotary: Rotary keys, after the rotary embedding.
+            latents: Latents, after their norm.
+            w_k: Weights of keys. Its gradient is this rank's part, to be summed over ranks like that of any weight.
+            w_v: Weights of values, like `w_k`.
+            seq: The sequence, made by this ring.
+            wire: What is sent: latents, or keys (and values). auto: latents if they are smaller and, on known machines,
+                the predicted time is shorter.
+            return_lse: Also return lse.
+            options: See `ringattn.options.AttentionOptions`. The schedule must send keys, not queries, to send latents.
+
+        Shape:
+            q: (batch, tokens, heads, d_k)
+            rotary: (batch, tokens, d_rope)
+            latents: (batch, tokens, d_latent)
+            w_k: (heads, d_k - d_rope, d_latent)
+            w_v: (heads, d_v, d_latent)
+            out: (batch, tokens, heads, d_v)
+            lse: (batch, heads, tokens)
+
+        Returns:
+            out in the dtype of q; with `return_lse` (out, lse), as `attention` returns them.
+
+        Raises:
+            InputError: A tensor, a sequence or an option is wrong, on any rank; every rank raises.
+            UnsupportedError: The engine does not compute this call.
+            DisagreementError: The ranks do not make the same call.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+            OutOfMemoryError: A rank had no memory for the pass.
+
+        Example:
+            w_k, w_v = kv_b_proj.weight.view(heads, d_nope + d_v, d_latent).split([d_nope, d_v], 1)
+            out = ring.latent_attention(q, rotary, latents, w_k, w_v, seq, causal=True)
+        """
+        with self.refused_by_all():
+            checked = AttentionOptions.of(options)
+        out, lse = attend_latents(self, q, rotary, latents, w_k, w_v, seq, wire, checked)
+        return (out, lse) if return_lse else out
+
+    @untraced
     @takes_options(dilated.REFUSED)
     def dilated_attention(
         self,
@@ -590,6 +680,112 @@ class Ring(Runtime):
         self.check_same_call(described)
         with self.guarded():
             collectives.broadcast(self.transport, entries, src)
+
+    @untraced
+    def halo(self, x: Tensor, seq: Sequence, width: int, dim: int = 1) -> tuple[Tensor, Tensor]:
+        """Return each fragment of this rank's tokens behind its `width` rows of history. A collective call.
+
+        Use it for layers in which a token depends on the `width` tokens before it, such as a short convolution or a
+        shift of tokens. History ends at the start of the document: rows before it are zeros. Differentiable.
+
+        Args:
+            x: This rank's tokens of `seq`.
+            seq: The sequence, made by this ring, in any layout but striped.
+            width: The number of rows of history.
+            dim: The dimension of the tokens.
+
+        Returns:
+            (padded, rows): a tensor like x with, in `dim`, the history and the tokens of each fragment of
+            `seq.fragments()` in turn; and the int64 indices of this rank's tokens in it.
+
+        Raises:
+            InputError: `x` does not have this rank's tokens in `dim`, or `width` is not a number of rows, on any rank.
+            UnsupportedError: The layout is striped.
+            DisagreementError: The ranks differ in the width, the dtype, the other dimensions or the sequence.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+
+        Example:
+            padded, rows = ring.halo(x, seq, width=3)  # (batch, tokens, channels)
+            y = conv1d(padded.mT, weight, groups=channels).mT[:, rows - 3]  # a causal convolution of 4 taps
+        """
+        return halo(self, x, seq, width, dim)
+
+    @untraced
+    def scan_states(self, transitions: Tensor, states: Tensor, seq: Sequence, *, matrix: bool = False) -> Tensor:
+        """Return the states before this rank's parts of documents, for recurrences that are affine in their state.
+
+        Within a fragment, such a recurrence turns a state S into M S + B. This rank computes M and B of its fragments
+        that are not whole documents (B is the state at the end of the fragment if S = 0). The result for a fragment is
+        the state that all earlier fragments of its document lead to, zeros at the start of the document.
+        Differentiable. A collective call, and so is its backward pass: on each rank, the loss must depend on the
+        result.
+
+        Args:
+            transitions: M of each fragment of `seq.fragments()` with `is_part`: a factor of the state, or with `matrix`
+                a matrix that is multiplied from the left. That of the first fragment of a document is not used.
+            states: B of each of these fragments: float32 or float64.
+            seq: The sequence, made by this ring, in any layout but striped.
+            matrix: Whether transitions are matrices.
+
+        Shape:
+            states: (parts, ...), with `matrix` (parts, ..., d, e).
+            transitions: broadcasts to `states`, with `matrix` (parts, ..., d, d).
+
+        Returns:
+            The states before the fragments, a tensor like `states`.
+
+        Raises:
+            InputError: Shapes or dtypes do not fit, on any rank.
+            UnsupportedError: The layout is striped.
+            DisagreementError: The ranks differ in shapes, dtypes or the sequence.
+            ClosedError: The ring was closed or has failed.
+            TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
+
+        Example:
+            # S[t] = decay[t] * S[t - 1] + x[t], from the local sums of each part
+            before = ring.scan_states(torch.stack(products), torch.stack(sums), seq)
+        """
+        return start_scan(self, transitions, states, seq, matrix).wait()
+
+    def explain_states(
+        self,
+        seq: Sequence,
+        *,
+        state_bytes: int = 0,
+        transition_bytes: int = 0,
+        halo_rows: int = 0,
+        row_bytes: int = 0,
+        backward: bool = True,
+        cluster: Cluster | str | None = None,
+    ) -> StatesExplanation:
+        """Explain what a layer with a state exchanges: `scan_states` of states of these sizes, and `halo` of rows.
+
+        Bytes do not depend on the number of tokens. Nothing is sent, and the other ranks need not call it.
+
+        Args:
+            seq: The sequence, in any layout but striped.
+            state_bytes: The bytes of the state of a fragment, all heads and batch rows. 0: no scan.
+            transition_bytes: The bytes of the transition of a fragment.
+            halo_rows: The rows of history, `width` of `halo`. 0: no halo.
+            row_bytes: The bytes of a row of history, all batch rows.
+            backward: Also explain the backward pass.
+            cluster: As for `explain`.
+
+        Returns:
+            The explanation: bytes, messages, exchanges and predicted time of the messages. `print` shows it as text.
+
+        Raises:
+            InputError: A size is not a number, or the cluster is unknown.
+            UnsupportedError: The layout is striped.
+
+        Example:
+            heads, d_k, d_v = 32, 128, 128  # a gated delta rule in float32, behind a convolution of 4 taps in bfloat16
+            sizes = {"state_bytes": heads * d_k * d_v * 4, "transition_bytes": heads * d_k * d_k * 4}
+            print(ring.explain_states(seq, **sizes, halo_rows=3, row_bytes=8192 * 2))
+        """
+        sizes = StateSizes(transition_bytes, state_bytes, halo_rows, row_bytes)
+        return explain_scan(self, seq, sizes, backward=backward, cluster=cluster)
 
     def replay(self, graph: Any) -> None:
         """Replay a captured CUDA graph of calls of this ring on the current stream, under a single deadline.

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.core.fragments import Fragment, fragments_of
 from ringattn.core.layout import Layout
 from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
-from ringattn.masks import check_mask
+from ringattn.masks import Tree, check_mask
 from ringattn.transport.base import Message
+from ringattn.transport.untraced import disable_methods, untraced
 
 
 class _Ranks(Protocol):
@@ -42,11 +44,16 @@ class Sequence(Generic[RingType]):
     """The assignment of the tokens of one sequence to the ranks of a ring. Made by `Ring.sequence`; immutable.
 
     `length`: the number of tokens of the whole sequence. `counts`: the number of tokens of each rank. `documents`:
-    cumulative document lengths, or None.
+    cumulative document lengths, or None. `encoder`: the sequence of an encoder's tokens, see `with_encoder`, or None.
     """
 
     def __init__(
-        self, ring: RingType, layout: Layout, documents: tuple[int, ...] | None, mask: AttentionMask | None = None
+        self,
+        ring: RingType,
+        layout: Layout,
+        documents: tuple[int, ...] | None,
+        mask: AttentionMask | None = None,
+        encoder: Sequence | None = None,
     ) -> None:
         """Create a sequence. For adapters; users call `Ring.sequence`.
 
@@ -55,11 +62,12 @@ class Sequence(Generic[RingType]):
             layout: The assignment of positions to ranks.
             documents: Cumulative lengths (0, ..., length). None: a single sequence.
             mask: The mask of every attention over this sequence. None: each call may have its own mask.
+            encoder: The sequence of the tokens of an encoder. None: there is none, or it is not sharded.
 
         Raises:
             Nothing.
         """
-        self.ring, self.layout, self.documents, self.mask = ring, layout, documents, mask
+        self.ring, self.layout, self.documents, self.mask, self.encoder = ring, layout, documents, mask, encoder
         self.length = layout.length
         self._positions: np.ndarray | None = None
         self.counts = layout.counts
@@ -67,12 +75,14 @@ class Sequence(Generic[RingType]):
         self.handle = next(_handles)
         """A number that identifies this sequence, see `sequence_with`; never 0."""
         _living[self.handle] = self
+        disable_methods()
 
     def positions(self, per_document: bool = False) -> Tensor:
         """Return the global position of each local token, for example for rotary embeddings.
 
         Args:
-            per_document: Count positions from the start of the token's document.
+            per_document: Count positions from the start of the token's document; if the sequence has the mask of a
+                tree, along the path from the root.
 
         Returns:
             int64, (counts[rank],), on the ring's device.
@@ -87,10 +97,38 @@ class Sequence(Generic[RingType]):
                 self._positions = array
         with torch.inference_mode(False):  # a later call may need gradients
             positions = torch.from_numpy(array)
-        if per_document and self.documents is not None:
+        if per_document and isinstance(self.mask, Tree):
+            skipped = torch.tensor(self.mask.starts) - torch.tensor(self.mask.depths)
+            positions = positions - skipped.repeat_interleave(torch.tensor(self.mask.lengths))[positions]
+        elif per_document and self.documents is not None:
             starts = torch.tensor(self.documents)
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
         return positions.to(self.ring.device)
+
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Return the contiguous ranges of one document that this rank holds, in the order of its rows. Local.
+
+        Layers that read a document in token order compute fragment by fragment, see `Ring.halo` and `Ring.scan_states`.
+
+        Returns:
+            A `Fragment` (start, stop, begins_document, ends_document) for each; start and stop are local rows.
+
+        Raises:
+            UnsupportedError: The layout is striped, so a rank has no contiguous tokens.
+        """
+        every = fragments_of(self.layout, self.bounds)
+        return tuple(
+            Fragment(row, row + stop - start, index == first, index == last)
+            for index in every.of(self.ring.rank).tolist()
+            for row, start, stop, first, last in [
+                [int(values[index]) for values in (every.row, every.start, every.stop, every.first, every.last)]
+            ]
+        )
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The cumulative document lengths; (0, length) without documents."""
+        return self.documents or (0, self.length)
 
     def with_documents(self, cu_seqlens: Many[int] | Tensor | None) -> Sequence:
         """Return a sequence of the same tokens on the same ranks with other documents.
@@ -107,13 +145,13 @@ class Sequence(Generic[RingType]):
             InputError: `cu_seqlens` are not integers that ascend from 0 to the length.
         """
         documents = None if cu_seqlens is None else check_documents(cu_seqlens, self.length)
-        return Sequence(self.ring, self.layout, documents, self.mask)
+        return Sequence(self.ring, self.layout, documents, self.mask, self.encoder)
 
     def with_mask(self, mask: AttentionMask | None) -> Sequence:
         """Return a sequence of the same tokens on the same ranks with a mask that every attention over it applies.
 
-        Use it for masks that change from step to step, such as a prefix per document: compiled code is not compiled
-        again for another mask. It also reaches hosts whose attention calls have no argument for a mask.
+        Use it for masks that change from step to step, such as trees or a prefix per document: compiled code is not
+        compiled again for another mask. It also reaches hosts whose attention calls have no argument for a mask.
 
         Args:
             mask: A mask of `ringattn.masks`. None: no mask.
@@ -128,10 +166,34 @@ class Sequence(Generic[RingType]):
             with ring.activate(seq.with_mask(masks.prefix(prompt_lengths))):
                 model(ids)
         """
-        return Sequence(self.ring, self.layout, self.documents, check_mask(mask))
+        return Sequence(self.ring, self.layout, self.documents, check_mask(mask), self.encoder)
+
+    def with_encoder(self, encoder: Sequence | None) -> Sequence:
+        """Return a sequence of the same tokens on the same ranks, for the decoder of a model with a sharded encoder.
+
+        Adapters run the encoder of such a model over `encoder`, and attend from this sequence to it. `Ring.attention`
+        ignores it; it takes `kv_seq`.
+
+        Args:
+            encoder: The sequence of the encoder's tokens, made by the same ring. None: the encoder is not sharded.
+
+        Returns:
+            A new sequence of the same ring.
+
+        Raises:
+            InputError: `encoder` is not a sequence of this ring.
+
+        Example:
+            seq = ring.sequence(target.shape[1]).with_encoder(ring.sequence(source.shape[1], for_="full"))
+            with ring.activate(seq):
+                model(input_ids=seq.encoder.shard(source), decoder_input_ids=seq.shard(target))
+        """
+        if encoder is not None and (not isinstance(encoder, Sequence) or encoder.ring is not self.ring):
+            raise InputError(f"rank {self.ring.rank}: with_encoder takes a sequence of this ring, got {encoder!r}")
+        return Sequence(self.ring, self.layout, self.documents, self.mask, encoder)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both sequences have the same ring, layout, documents and mask."""
+        """Return whether both sequences have the same ring, layout, documents, mask and encoder."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return self.ring is other.ring and self._facts == other._facts
@@ -140,8 +202,8 @@ class Sequence(Generic[RingType]):
         return hash((id(self.ring), *self._facts))
 
     @property
-    def _facts(self) -> tuple[Layout, tuple[int, ...] | None, AttentionMask | None]:
-        return self.layout, self.documents, self.mask
+    def _facts(self) -> tuple[Layout, tuple[int, ...] | None, AttentionMask | None, Sequence | None]:
+        return self.layout, self.documents, self.mask, self.encoder
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's tokens of a full tensor. Local.
@@ -164,6 +226,7 @@ class Sequence(Generic[RingType]):
         pieces = [x[(*along, slice(run.start, run.stop, run.stride))] for run in runs]
         return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
+    @untraced
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the full tensor, in order, on every rank. Differentiable. A collective call.
 
@@ -212,9 +275,15 @@ class Sequence(Generic[RingType]):
 
         Raises:
             InputError: The tokens are not of a supported type, or their number is not the length of the sequence;
-                `ignore_index` is not an integer of 64 bits, or `shift` not a positive integer.
+                `ignore_index` is not an integer of 64 bits, or `shift` not a positive integer; or the sequence has the
+                mask of a tree, in which a token may have several next tokens (see `edges`).
         """
         where = f"rank {self.ring.rank}: shard_labels"
+        if isinstance(self.mask, Tree):
+            raise InputError(
+                f"{where}: in a tree the last token of a node has a label per child; use seq.edges(), or "
+                "ringattn.adapters.trees.edge_log_probs"
+            )
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.uint64:
             raise InputError(f"{where} makes int64 labels of integer tokens, got {tokens.dtype}; give it tokens.long()")
         if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
@@ -223,10 +292,36 @@ class Sequence(Generic[RingType]):
             raise InputError(f"{where}: shift must be a positive integer, got {shift!r}")
         dim = self._whole(tokens, dim, "shard_labels")
         labels = tokens.to(torch.int64).roll(-shift, dim)
-        documents = pairwise(self.documents or (0, self.length))
+        documents = pairwise(self.bounds)
         ends = [token for start, stop in documents for token in range(max(start, stop - shift), stop)]
         labels.index_fill_(dim, torch.tensor(ends, dtype=torch.int64, device=tokens.device), ignore_index)
         return self.shard(labels, dim)
+
+    def edges(self) -> tuple[Tensor, Tensor]:
+        """Return the labels of this rank's tokens in a tree: an edge leads from a token to each token that follows it.
+
+        The last token of a node has an edge to the first token of each child; the first tokens of roots have no edge.
+
+        Returns:
+            (rows, tokens), int64 of equal length, on the ring's device, ordered by row: `rows` are local rows, whose
+            logits predict the token, and `tokens` the positions of the tokens in the whole sequence.
+
+        Raises:
+            InputError: The sequence does not have the mask of a tree.
+
+        Example:
+            rows, tokens = seq.edges()
+            loss = F.cross_entropy(logits[0, rows], ids[0, tokens], reduction="sum")
+        """
+        if not isinstance(self.mask, Tree):
+            raise InputError(f"rank {self.ring.rank}: edges needs the mask of a tree: seq.with_mask(masks.tree(...))")
+        local_rows = np.full(self.length, -1)
+        local_rows[self.layout.positions(self.ring.rank)] = np.arange(self.counts[self.ring.rank])
+        parents = self.mask.parent_tokens()
+        rows = np.where(parents >= 0, local_rows[parents], -1)
+        tokens = np.flatnonzero(rows >= 0)
+        tokens = tokens[np.argsort(rows[tokens], kind="stable")]
+        return (torch.from_numpy(rows[tokens]).to(self.ring.device), torch.from_numpy(tokens).to(self.ring.device))
 
     def _whole(self, x: Tensor, dim: int, what: str) -> int:
         """Return `dim` as a number >= 0. Raises `InputError` unless `x` has all tokens of the sequence in `dim`."""

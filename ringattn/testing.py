@@ -1,9 +1,10 @@
-"""Rings whose ranks are threads of one process, and the dense reference. For tests and first steps."""
+"""Rings whose ranks are threads of one process, and the references. For tests and first steps."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ringattn.core.geometry import StridedRange
 from ringattn.engine.philox import is_dropped
 from ringattn.errors import PeerLostError
-from ringattn.masks import AttentionMask, Chunked, GlobalTokens, Prefix
+from ringattn.masks import AttentionMask, BidirectionalBlocks, ByHead, Chunked, GlobalTokens, Prefix, Slices, Tree
 from ringattn.ring import Ring
 from ringattn.transport.local import LocalWorld
 
@@ -105,11 +106,39 @@ def dense_attention(
     Raises:
         RuntimeError: Raised by torch for shapes that do not fit; the reference has no checks.
     """
-    tokens = torch.arange(q.shape[1], device=q.device)
     bounds = torch.tensor([0, q.shape[1]] if cu_seqlens is None else list(cu_seqlens), device=q.device)
+    groups = mask.groups if isinstance(mask, ByHead) else [(q.shape[2], mask)]
+    allowed = torch.cat([_allowed(bounds, causal, window, one).double().expand(heads, -1, -1) for heads, one in groups])
+    tokens = torch.arange(q.shape[1], device=q.device)
+    place = tokens - bounds[torch.searchsorted(bounds[1:], tokens, right=True)]
+    return _softmax(q, k, v, allowed, place, scale, **softmax)
+
+
+def _allowed(
+    bounds: Tensor, causal: bool, window: tuple[int | None, int | None] | None, mask: AttentionMask | None
+) -> Tensor:
+    """Return which queries attend to which keys, booleans (tokens, tokens). `bounds`: cumulative document lengths."""
+    tokens = torch.arange(int(bounds[-1]), device=bounds.device)
     document = torch.searchsorted(bounds[1:], tokens, right=True)
     place = tokens - bounds[document]
     ahead = tokens[None, :] - tokens[:, None]  # key position minus query position
+    if isinstance(mask, Slices):
+        allowed = torch.zeros_like(ahead, dtype=torch.bool)
+        for q_start, q_stop, k_start, k_stop, lo, hi, *_ in mask.rectangles.array.tolist():
+            allowed[q_start:q_stop, k_start:k_stop] |= ((-ahead >= lo) & (-ahead <= hi))[q_start:q_stop, k_start:k_stop]
+        return allowed
+    if isinstance(mask, Tree):
+        # The path of each token: all tokens of its ancestors, and those of its node up to itself.
+        node = [number for number, length in enumerate(mask.lengths) for _ in range(length)]
+        ahead = torch.ones_like(ahead)  # a key that is not on the path counts as later
+        for query, number in enumerate(node):
+            on_path, ancestor = [number], mask.parents[number]
+            while ancestor >= 0:
+                on_path.append(ancestor)
+                ancestor = mask.parents[ancestor]
+            path = [key for key in range(query + 1) if node[key] in on_path]
+            ahead[query, path] = torch.arange(1 - len(path), 1, device=ahead.device)
+        causal = True
     near = torch.ones_like(ahead, dtype=torch.bool)
     left, right = window or (None, None)
     if left not in (None, -1):
@@ -122,11 +151,14 @@ def dense_attention(
         near &= ahead <= 0
     if isinstance(mask, Prefix):
         counts = mask.tokens if isinstance(mask.tokens, tuple) else (mask.tokens,) * (len(bounds) - 1)
-        near |= place < torch.tensor(counts, device=q.device)[document]
+        near |= place < torch.tensor(counts, device=bounds.device)[document]
+    if isinstance(mask, BidirectionalBlocks):
+        # Block n has the number 2 n + 1, because its tokens are past 2 n + 1 edges.
+        block = torch.searchsorted(torch.tensor(mask.edges, device=bounds.device), tokens, right=True)
+        near |= (ahead > 0) & (block[:, None] == block[None, :]) & (block % 2 == 1)
     if isinstance(mask, Chunked):
         near &= place[:, None] // mask.tokens == place[None, :] // mask.tokens
-    allowed = near & (document[:, None] == document[None, :])
-    return _softmax(q, k, v, allowed.double().expand(q.shape[2], -1, -1), place, scale, **softmax)
+    return near & (document[:, None] == document[None, :])
 
 
 def dense_dilated_attention(
@@ -178,6 +210,145 @@ def dense_dilated_attention(
             kept = place % length % rate == head % rate
             counts[head] += (segment[:, None] == segment[None, :]) & kept[:, None] & kept[None, :]
     return _softmax(q, k, v, counts.tril() if causal else counts, place, scale, **softmax)
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute the reference of `ShortConvolution` token by token, in float64 on one process.
+
+    Args:
+        x: Tokens of any float dtype.
+        weight: The taps of each channel; the last one is that of the token itself.
+        bias: Added to each channel. None: nothing is added.
+        activation: silu, or None.
+        cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
+
+    Shape:
+        x: (batch, tokens, channels)
+        weight: (channels, 1, taps)
+        bias: (channels,)
+
+    Returns:
+        (batch, tokens, channels), float64 and differentiable.
+
+    Raises:
+        RuntimeError: Raised by torch for shapes that do not fit; the reference has no checks.
+    """
+    taps = weight.shape[-1]
+    outputs = []
+    for start, token in _tokens(x.shape[1], cu_seqlens):
+        out = torch.zeros_like(x[:, 0], dtype=torch.float64) if bias is None else bias.double().expand(x[:, 0].shape)
+        for tap in range(max(0, taps - 1 - token + start), taps):
+            out = out + x[:, token - (taps - 1 - tap)].double() * weight[:, 0, tap].double()
+        outputs.append(out if activation is None else out * out.sigmoid())
+    return torch.stack(outputs, 1)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute the reference of `GatedDeltaRule` token by token, in float64 on one process.
+
+    Args:
+        q: Queries of any float dtype.
+        k: Keys, with the heads of q.
+        v: Values; v_heads is a multiple of heads.
+        g: Logarithms of the decay.
+        beta: Factors of the update.
+        scale: Factor of the outputs. None: 1 / sqrt(d_k).
+        cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
+
+    Shape:
+        q: (batch, tokens, heads, d_k)
+        k: (batch, tokens, heads, d_k)
+        v: (batch, tokens, v_heads, d_v)
+        g: (batch, tokens, v_heads) or (batch, tokens, v_heads, d_k)
+        beta: (batch, tokens, v_heads)
+
+    Returns:
+        (batch, tokens, v_heads, d_v), float64 and differentiable.
+
+    Raises:
+        RuntimeError: Raised by torch for shapes that do not fit; the reference has no checks.
+    """
+    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+    v, decay = v.double(), (g if g.dim() == 4 else g[..., None]).double().exp()
+    state = empty = v.new_zeros(*v[:, 0].shape[:2], q.shape[-1], v.shape[-1])
+    outputs = []
+    for start, token in _tokens(v.shape[1], cu_seqlens):
+        state = decay[:, token, ..., None] * (empty if token == start else state)
+        error = v[:, token] - torch.einsum("bhk,bhkv->bhv", k[:, token], state)
+        update = beta[:, token].double()[..., None] * error
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, token], update)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, token], state))
+    return torch.stack(outputs, 1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def selective_state(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Tensor:
+    """Compute the reference of `SelectiveState` token by token, in float64 on one process.
+
+    Args:
+        x: Inputs of any float dtype.
+        dt: Steps, after bias, softplus and limits.
+        A: Decay rates.
+        B: Input matrices; heads is a multiple of groups.
+        C: Output matrices.
+        D: Factors of x that are added to the outputs. None: x is not added.
+        cu_seqlens: Cumulative document lengths [0, ..., tokens]. None: one sequence.
+
+    Shape:
+        x: (batch, tokens, heads, head_dim)
+        dt: (batch, tokens, heads)
+        A: (heads,)
+        B: (batch, tokens, groups, d_state)
+        C: (batch, tokens, groups, d_state)
+        D: (heads,) or (heads, head_dim)
+
+    Returns:
+        (batch, tokens, heads, head_dim), float64 and differentiable.
+
+    Raises:
+        RuntimeError: Raised by torch for shapes that do not fit; the reference has no checks.
+    """
+    x, dt = x.double(), dt.double()
+    B, C = (each.double().repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (B, C))
+    state = empty = x.new_zeros(*x[:, 0].shape, B.shape[-1])
+    outputs = []
+    for start, token in _tokens(x.shape[1], cu_seqlens):
+        decay = (dt[:, token] * A.double()).exp()[..., None, None]
+        update = torch.einsum("bhp,bhn,bh->bhpn", x[:, token], B[:, token], dt[:, token])
+        state = decay * (empty if token == start else state) + update
+        out = torch.einsum("bhpn,bhn->bhp", state, C[:, token])
+        outputs.append(out if D is None else out + D.double().view(D.shape[0], -1) * x[:, token])
+    return torch.stack(outputs, 1)
+
+
+def _tokens(tokens: int, cu_seqlens: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Return (the first token of the document, the token) for each token."""
+    bounds = [0, tokens] if cu_seqlens is None else list(cu_seqlens)
+    return [(start, token) for start, stop in pairwise(bounds) for token in range(start, stop)]
 
 
 def _softmax(

@@ -13,6 +13,9 @@ from pathlib import Path
 # OMP_NUM_THREADS says otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# For each connection to a store, torch resolves the name of the other end, in the client and in the store's host. By
+# default, a lost DNS query costs five seconds, which is longer than many deadlines here.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 # Never reuse Inductor's disk cache of another run: its key ignores ATEN_CPU_CAPABILITY and changes of an operator's
 # fake implementation.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -54,4 +57,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device (make gpu-check)"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device (make gpu-first)"))

@@ -37,14 +37,16 @@ def allowed_mask(
     cu_seqlens: list[int] | None = None,
     kv_cu_seqlens: list[int] | None = None,
 ) -> Tensor:
-    """Return which queries attend to which keys, booleans (q tokens, k tokens); see `reference.plain_counts`.
+    """Return which queries attend to which keys; see `reference.plain_counts`.
+
+    The result has the shape (q tokens, k tokens), or (heads, q tokens, k tokens) for a mask of several groups of heads.
 
     `cu_seqlens`: document bounds, from 0 to the number of tokens; `kv_cu_seqlens`: those of the keys if they differ.
     """
     kv_cuts = cu_seqlens if kv_cu_seqlens is None else kv_cu_seqlens
     text = None if mask is None else mask.text
-    counts = reference.plain_counts(q_tokens, cu_seqlens, k_tokens, kv_cuts, causal, window, text)
-    return counts.pairs[0, 0].bool()
+    pairs = reference.plain_counts(q_tokens, cu_seqlens, k_tokens, kv_cuts, causal, window, text).pairs[0].bool()
+    return pairs[0] if len(pairs) == 1 else pairs
 
 
 def alibi(

@@ -7,7 +7,7 @@ of a rank, which `test_layout.py` compares with separate definitions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from ringattn.core.geometry import UNBOUNDED, Band, StridedRange, Tile, TokenRan
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
+from ringattn.core.rectangles import Rectangles, segments
+from ringattn.errors import InputError
 from ringattn.schedule.content import Content
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
@@ -67,42 +69,19 @@ def wire_order(content: Content) -> list[tuple[int, int]]:
     ]
 
 
-def pairs(bounds: Iterable[int], kv_bounds: Iterable[int], lo: int, hi: int) -> np.ndarray:
-    """Return booleans (q tokens, k tokens): whether a pair is in one segment and its distance is in the band.
-
-    The band is lo <= q - k <= hi, with positions counted from the starts of the segments.
-    """
-    (q_segment, q_place), (k_segment, k_place) = map(_places, (bounds, kv_bounds))
-    distance = q_place[:, None] - k_place[None, :]
-    return (q_segment[:, None] == k_segment[None, :]) & (distance >= lo) & (distance <= hi)
-
-
-def _places(bounds: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the segment of each token, and its position in the segment."""
-    spans = list(pairwise(bounds))
-    segment = [index for index, (start, stop) in enumerate(spans) for _ in range(start, stop)]
-    place = [position - start for start, stop in spans for position in range(start, stop)]
-    return np.array(segment, np.int64), np.array(place, np.int64)
-
-
-def reference_of(mask: Mask, q_heads: int) -> np.ndarray:
-    """Return how often the branches of a mask allow each pair, (query heads, q tokens, k tokens)."""
-    shape = q_heads, mask.branches[0].bounds[-1], mask.branches[0].kv_bounds[-1]
-    counts = np.zeros(shape, np.int64)
+def reference_of(mask: Mask, q_heads: int, length: int, kv_length: int) -> np.ndarray:
+    """Return how often the rectangles of a mask allow each pair, (query heads, q tokens, k tokens)."""
+    counts = np.zeros((q_heads, length, kv_length), np.int64)
     for branch in mask.branches:
         heads = slice(None) if branch.heads is None else slice(branch.heads.start, branch.heads.stop)
-        cut, kv_cut = (_cut(bounds, branch.segment) for bounds in (branch.bounds, branch.kv_bounds))
-        q_kept, k_kept = (_places(borders)[1] % branch.dilation == branch.offset for borders in (cut, kv_cut))
-        counts[heads] += pairs(cut, kv_cut, *branch.band) & q_kept[:, None] & k_kept[None, :]
+        for row in branch.rectangles.array.tolist():
+            q, q_stop, k, k_stop, lo, hi, copies, period = row
+            for first in range(0, copies * max(period, 1), max(period, 1)):
+                queries = np.arange(q + first + branch.offset, q_stop + first, branch.dilation)
+                keys = np.arange(k + first + branch.offset, k_stop + first, branch.dilation)
+                distance = queries[:, None] - keys[None, :]
+                counts[heads, queries[:, None], keys[None, :]] += (distance >= lo) & (distance <= hi)
     return counts
-
-
-def _cut(bounds: Iterable[int], segment: int | None) -> list[int]:
-    """Return the borders of the segments into which documents are cut; those of the documents if `segment` is None."""
-    if segment is None:
-        return list(bounds)
-    spans = list(pairwise(bounds))
-    return [*(border for start, stop in spans for border in range(start, stop, segment)), spans[-1][1]]
 
 
 def cuts(length: int, documents: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
@@ -128,8 +107,44 @@ def windows(draw: st.DrawFn, causal: bool) -> tuple[int | None, int | None] | No
 
 
 @st.composite
-def mask_options(draw: st.DrawFn, documents: int = 1) -> dict[str, Any]:
-    """Draw options of `make_mask` for this number of documents.
+def blocks(draw: st.DrawFn, bounds: tuple[int, ...]) -> masks.BidirectionalBlocks:
+    """Draw blocks that attend in both directions, up to two in each document with these bounds."""
+    drawn = [sorted(draw(st.lists(st.integers(*document), max_size=4))) for document in pairwise(bounds)]
+    edges = [edge for numbers in drawn for edge in numbers[: len(numbers) // 2 * 2]]
+    return masks.BidirectionalBlocks(tuple(edges or (0, 0)))
+
+
+@st.composite
+def trees(draw: st.DrawFn, tokens: int) -> masks.Tree:
+    """Draw a tree with this number of tokens. Nodes may be empty, and there may be several roots."""
+    cut_at = draw(cuts(tokens, draw(st.integers(1, 7))))
+    parents: list[int] = []
+    path = [-1]
+    for node in range(len(cut_at) - 1):
+        del path[draw(st.integers(1, len(path))) :]
+        parents.append(path[-1])
+        path.append(node)
+    return masks.Tree(tuple(parents), tuple(stop - start for start, stop in pairwise(cut_at)))
+
+
+@st.composite
+def slice_sets(draw: st.DrawFn, length: int, kv_length: int) -> masks.Slices:
+    """Draw slices of all kinds. A slice that overlaps one before it is left out."""
+    drawn: list[tuple[tuple[int, int], tuple[int, int], str]] = []
+    for _ in range(draw(st.integers(0, 5))):
+        sides = [sorted(draw(st.tuples(st.integers(0, end), st.integers(0, end)))) for end in (length, kv_length)]
+        kind = draw(st.sampled_from(["full", "causal", "causal_from_start", "inverse_causal", "bi_causal"]))
+        try:
+            masks.slices(*zip(*drawn, ((*sides[0],), (*sides[1],), kind), strict=True))
+        except InputError:
+            continue
+        drawn.append(((sides[0][0], sides[0][1]), (sides[1][0], sides[1][1]), kind))
+    return masks.slices(*zip(*drawn, strict=True)) if drawn else masks.slices([], [])
+
+
+@st.composite
+def mask_options(draw: st.DrawFn, documents: int = 1, bounds: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Draw options of `make_mask` for this number of documents. `bounds`: those of queries and keys, if they are equal.
 
     Most are plain bands, because the code computes their read sets by a separate path.
     """
@@ -139,10 +154,24 @@ def mask_options(draw: st.DrawFn, documents: int = 1) -> dict[str, Any]:
     several = [st.integers(1, 12).map(masks.chunked)]
     if causal:
         several.append(st.one_of(count, st.tuples(*[count] * documents)).map(masks.prefix))
+    if causal and bounds is not None:
+        several.append(blocks(bounds))
     if window is not None:
         several.append(st.integers(1, 12).map(masks.global_tokens))
+    if bounds is not None and len(bounds) == 2 and (window is None or window[1] in (None, -1, 0)):
+        several.append(trees(bounds[-1]))
     mask = draw(st.sampled_from([None, None, None, *several]))
     return options if mask is None else options | {"mask": draw(mask)}
+
+
+@st.composite
+def masks_by_head(draw: st.DrawFn, length: int, kv_length: int) -> masks.ByHead:
+    """Draw groups of four query heads, each with slices, a chunk, no mask, or a tree."""
+    sizes = draw(st.sampled_from([(4,), (1, 3), (2, 2), (1, 1, 2)]))
+    kinds = [slice_sets(length, kv_length), st.integers(1, 12).map(masks.chunked), st.none()]
+    if length == kv_length:
+        kinds.append(trees(length))
+    return masks.by_head([(heads, draw(draw(st.sampled_from(kinds)))) for heads in sizes])
 
 
 def _bands() -> st.SearchStrategy[Band]:
@@ -162,8 +191,10 @@ def plain_cases(draw: st.DrawFn) -> Case:
     """Draw calls of `Ring.attention` on one sequence."""
     length, ranks = draw(LENGTHS), draw(st.sampled_from(WORLD_SIZES))
     documents = draw(st.one_of(st.none(), cuts(length)))
-    options = draw(mask_options(1 if documents is None else len(documents) - 1))
-    mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)
+    options = draw(mask_options(1 if documents is None else len(documents) - 1, documents or (0, length)))
+    if documents is None and draw(st.integers(0, 3)) == 0:
+        options = {"mask": draw(st.one_of(slice_sets(length, length), masks_by_head(length, length)))}
+    mask = make_mask(length, length, documents=documents, kv_documents=documents, q_heads=4, **options)
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, layout, mask)
 
@@ -175,7 +206,9 @@ def cross_cases(draw: st.DrawFn) -> Case:
     documents = draw(st.one_of(st.none(), cuts(length)))
     kv_documents = None if documents is None else draw(cuts(kv_length, len(documents) - 1))
     options = draw(mask_options(1 if documents is None else len(documents) - 1))
-    mask = make_mask(length, kv_length, documents=documents, kv_documents=kv_documents, **options)
+    if documents is None and draw(st.integers(0, 3)) == 0:
+        options = {"mask": draw(st.one_of(slice_sets(length, kv_length), masks_by_head(length, kv_length)))}
+    mask = make_mask(length, kv_length, documents=documents, kv_documents=kv_documents, q_heads=4, **options)
     layout = _layout_of(draw, length, ranks, documents)
     return _case(draw, layout, _layout_of(draw, kv_length, ranks, kv_documents), mask)
 
@@ -195,7 +228,9 @@ def branched_cases(draw: st.DrawFn) -> Case:
         )
         segment, dilation = draw(st.one_of(st.none(), st.integers(1, 30))), draw(st.sampled_from([1, 1, 2, 3, 4, 6]))
         offset = draw(st.integers(0, dilation - 1))
-        branches.append(Branch(bounds, bounds, draw(_bands()), heads, segment, dilation, offset))
+        documents = [(*document, *document) for document in pairwise(bounds)]
+        rectangles = Rectangles(segments(documents, draw(_bands()), segment))
+        branches.append(Branch(rectangles, heads, dilation, offset))
     layout = _layout_of(draw, length, ranks, draw(st.one_of(st.none(), cuts(length))))
     return _case(draw, layout, layout, Mask(tuple(branches)))
 
@@ -204,7 +239,7 @@ def _case(draw: st.DrawFn, layout: Layout, kv_layout: Layout, mask: Mask) -> Cas
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     dtype, wire = draw(st.sampled_from(["bfloat16", "float32"])), draw(st.sampled_from([None, "bfloat16"]))
     problem = Problem(layout, kv_layout, mask, draw(st.integers(1, 2)), 4, kv_heads, 8, 4, dtype, wire)
-    return Case(problem, reference_of(mask, 4))
+    return Case(problem, reference_of(mask, 4, layout.length, kv_layout.length))
 
 
 def cases() -> st.SearchStrategy[Case]:
@@ -218,7 +253,9 @@ def simple(
     """Return a case on one sequence. `name`: the layout. `options`: those of `make_mask`."""
     layout = make_layout(name, length, ranks, documents)
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)  # type: ignore[arg-type]
-    return Case(Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), reference_of(mask, heads))
+    return Case(
+        Problem(layout, layout, mask, 1, heads, heads, 64, 64, "bfloat16"), reference_of(mask, heads, length, length)
+    )
 
 
 def cross(
@@ -229,14 +266,15 @@ def cross(
     mask = make_mask(documents[-1], kv_documents[-1], documents=documents, kv_documents=kv_documents, **options)  # type: ignore[arg-type]
     sides = zip(names, (documents, kv_documents), strict=True)
     q_layout, kv_layout = (make_layout(name, cuts[-1], ranks, cuts) for name, cuts in sides)
-    return Case(Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4))
+    problem = Problem(q_layout, kv_layout, mask, 1, 4, 2, 8, 4, "bfloat16")
+    return Case(problem, reference_of(mask, 4, documents[-1], kv_documents[-1]))
 
 
 def branched(name: str, length: int, ranks: int, *branches: tuple[Band, StridedRange | None]) -> Case:
     """Return a case of branches on the whole sequence, with two query heads per K/V head."""
-    layout, bounds = make_layout(name, length, ranks), (0, length)
-    mask = Mask(tuple(Branch(bounds, bounds, band, heads) for band, heads in branches))
-    return Case(Problem(layout, layout, mask, 2, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4))
+    layout, whole = make_layout(name, length, ranks), (0, length, 0, length)
+    mask = Mask(tuple(Branch(Rectangles(segments([whole], band)), heads) for band, heads in branches))
+    return Case(Problem(layout, layout, mask, 2, 4, 2, 8, 4, "bfloat16"), reference_of(mask, 4, length, length))
 
 
 NOTABLE = (

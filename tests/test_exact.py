@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from ringattn import Ring, masks
+from ringattn.bench.placement import TREES, draw_tree
 from ringattn.core.layout import OF_DOCUMENTS
+from ringattn.core.mask import AttentionMask
 from ringattn.engine.base import KV, BackwardInputs, Output
 from ringattn.engine.plain import PlainEngine
 from ringattn.schedule.routes import ROUTES
@@ -24,6 +27,7 @@ from tests.schedules import NEWER, share_in_turn
 from tests.trial import Trial, greatest_error, inputs, joined, on_rank, reference, relative_error, run
 
 DOCUMENTS = (0, 5, 5, 18, 19, 37)
+TREE = masks.tree([-1, 0, 1, 1, 0, 0, 5, -1], [9, 4, 5, 0, 1, 3, 8, 7])
 MASKS = {
     "full": Trial(),
     "causal": Trial(causal=True),
@@ -36,15 +40,35 @@ MASKS = {
     "causal-chunks": Trial(causal=True, within=masks.chunked(8), documents=DOCUMENTS),
     "prefix": Trial(causal=True, within=masks.prefix((5, 3, 9, 0, 2)), documents=DOCUMENTS),
     "global": Trial(window=(2, 1), within=masks.global_tokens(3), documents=DOCUMENTS),
+    "blocks": Trial(
+        causal=True,
+        window=(4, 0),
+        documents=DOCUMENTS,
+        within=masks.bidirectional_blocks([(1, 4), (6, 15), (15, 18), (30, 37)]),
+    ),
     "windowed-documents": Trial(window=(2, 4), documents=DOCUMENTS),
+    "slices": Trial(
+        within=masks.slices(
+            [(0, 11), (4, 20), (11, 11), (20, 37), (21, 30)],
+            [(0, 7), (9, 30), (1, 5), (0, 9), (30, 33)],
+            ["causal", "bi_causal", "full", "inverse_causal", "full"],
+        )
+    ),
+    "tree": Trial(within=TREE),
+    "tree-window": Trial(causal=True, window=(6, 0), within=TREE),
+    "by-head": Trial(
+        causal=True, within=masks.by_head([(1, masks.chunked(8)), (1, masks.tree([-1, 0, 0], [20, 8, 9])), (2, None)])
+    ),
 }
-SEVERAL = ("causal-chunks", "prefix", "global")
-"""Masks of parts of documents. Engines receive ordinary tiles for them, so only slow float32 tests use them."""
-LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
+SEVERAL = ("causal-chunks", "prefix", "global", "blocks", "slices", "tree", "tree-window", "by-head")
+"""Masks of several rectangles. Engines receive ordinary tiles for them, so only slow float32 tests use them."""
+LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents", "mask")
 GRID = [
     (mask, layout)
     for mask, layout in product(MASKS, LAYOUTS)
-    if layout not in OF_DOCUMENTS or MASKS[mask].documents is not None
+    if (layout not in OF_DOCUMENTS or MASKS[mask].documents is not None)
+    # Global tokens need a window, which is not known when a sequence is made.
+    and (layout != "mask" or (MASKS[mask].within is not None and mask != "global"))
 ]
 RANKS = (1, 2, 3, 4, 8)
 ENGINES = ("plain", "aten")
@@ -64,7 +88,8 @@ def test_float64(mask: str, layout: str, ranks: int) -> None:
     """
     number = list(MASKS).index(mask) + LAYOUTS.index(layout) + RANKS.index(ranks)
     trial = MASKS[mask]._replace(
-        heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped", alibi=number % 3 == 0
+        heads=(4, 2), sinks=layout == "zigzag", lse=layout == "striped",
+        alibi=number % 3 == 0 and mask not in ("tree", "tree-window", "by-head"),
     )  # fmt: skip
     check_schedules(trial, layout, ranks, "plain", torch.float64, EXACT, share_in_turn(number, 5 if ranks == 8 else 3))
 
@@ -72,14 +97,34 @@ def test_float64(mask: str, layout: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("mask", "layout", "ranks", "engine"),
     thinned(
-        ((*cell, *more) for cell in GRID for more in product(RANKS, ENGINES)), quick=lambda cell: cell[0] not in SEVERAL
+        ((*cell, ranks, ENGINES[(number + ranks) % 2]) for number, cell in enumerate(GRID) for ranks in RANKS),
+        quick=lambda cell: cell[0] not in SEVERAL,
     ),
 )
 def test_float32(mask: str, layout: str, ranks: int, engine: str) -> None:
-    trial = MASKS[mask]._replace(heads=(2, 1), lse=layout == "contiguous")
-    # One schedule per cell, in turn; test_float64 covers what the other schedules send.
+    trial = MASKS[mask]._replace(heads=(4, 1), lse=layout == "contiguous")
+    # One engine and one schedule per cell, in turn. The contract of engines covers the tiles of both engines, and
+    # test_float64 covers what the other schedules send.
     turn = share_in_turn(list(MASKS).index(mask) + LAYOUTS.index(layout) + ranks, len(ROUTES))
     check_schedules(trial, layout, ranks, engine, torch.float32, SINGLE, turn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_drawn_trees_and_slices_are_exact_where_they_are_placed(ranks: int) -> None:
+    draw = Random(ranks)
+    for shape in (*TREES, "slices", "slices"):
+        tokens = draw.choice([37, 64, 101])
+        if shape == "slices":
+            edges = sorted(draw.sample(range(tokens + 1), 4))
+            queries = [(0, edges[1]), (edges[1], edges[2]), (edges[2], tokens)]
+            keys = [(edges[0], edges[2]), (0, edges[3]), (edges[0], tokens)]
+            kinds = [draw.choice(["full", "causal", "inverse_causal", "bi_causal"]) for _ in queries]
+            mask: AttentionMask = masks.slices(queries, keys, kinds)
+        else:
+            mask = draw_tree(draw, draw.randint(1, 12), tokens, shape)
+        trial = Trial(tokens=tokens, within=mask, heads=(4, 2), lse=True)
+        check_schedules(trial, "mask", ranks, "plain", torch.float64, EXACT, ["ring", "all_gather", "direct"])
 
 
 def check_schedules(

@@ -19,7 +19,11 @@ from tests.doc_code import example
 
 VALUES = [
     masks.chunked(8192), masks.prefix(0), masks.prefix(128), masks.prefix((100, 30)), masks.prefix((7,)),
-    masks.prefix([1, 2]), masks.global_tokens(64),
+    masks.prefix([1, 2]), masks.global_tokens(64), masks.bidirectional_blocks([(5, 9), (9, 12)]),
+    masks.slices([(0, 4), (4, 8), (8, 12), (12, 15), (12, 15)], [(0, 4), (0, 3), (5, 9), (4, 9), (0, 3)],
+                 ["causal", "causal_from_start", "inverse_causal", "bi_causal", "full"]),
+    masks.slices([], []), masks.tree([-1, 0, 1, 1, 0, -1], [1024, 512, 256, 256, 512, 7]), masks.tree([], []),
+    masks.by_head([(4, masks.tree([-1], [9])), (2, None), (2, masks.prefix((1, 2)))]),
 ]  # fmt: skip
 DOCUMENTS = [0, 9, 9, 23]
 TOLERANCE = 1e-12
@@ -33,18 +37,32 @@ def test_a_text_parses_to_the_same_mask(mask: AttentionMask) -> None:
 
 def test_the_texts_of_masks() -> None:
     assert [mask.text for mask in VALUES] == [
-        "chunked:8192", "prefix:0", "prefix:128", "prefix:100,30", "prefix:7,", "prefix:1,2", "global_tokens:64"
+        "chunked:8192", "prefix:0", "prefix:128", "prefix:100,30", "prefix:7,", "prefix:1,2", "global_tokens:64",
+        "bidirectional_blocks:5,9,9,12", "slices:0-4x0-4c,4-8x0-3s,8-12x5-9i,12-15x0-3f,12-15x4-9b", "slices:",
+        "tree:1024(512(2*256),512),7", "tree:", "by_head:4=tree:9;2=;2=prefix:1,2",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tree:8", r"mask='tree:8': 'tree' is not a mask; choose one of chunked, prefix, global_tokens"),
+        ("star:8", r"mask='star:8': 'star' is not a mask; choose one of chunked, prefix, global_tokens, bid"),
+        ("tree:8(", r"mask='tree:8\(': expected lengths with the children of a node in brackets"),
+        ("tree:(8)", "expected lengths with the children"),
+        ("tree:8)9", "expected lengths with the children"),
+        ("tree:8(x)", "expected lengths with the children"),
+        ("slices:0-4x0-4", r"expected slices such as 0-64x0-32f"),
+        ("by_head:tree:4", r"expected groups such as 4=chunked:64;4="),
         ("chunked", r"mask='chunked': expected whole numbers after chunked:"),
         ("prefix:a", r"mask='prefix:a': expected whole numbers after prefix:, as in prefix:128"),
         ("chunked:0", r"masks\.chunked takes whole numbers of tokens from 1 on, got 0"),
         ("chunked:1,2", r"masks\.chunked takes whole numbers of tokens from 1 on, got \(1, 2\)"),
+        ("bidirectional_blocks:5", r"masks\.bidirectional_blocks needs blocks in order that do not overlap, got 5"),
+        (
+            "bidirectional_blocks:5,9,8,12",
+            r"masks\.bidirectional_blocks needs blocks in order that do not overlap, got \(5, 9, 8, 12\)",
+        ),
+        ("bidirectional_blocks:5,9,12", r"masks\.bidirectional_blocks needs blocks in order"),
         ("prefix:-1", r"masks\.prefix takes whole numbers of tokens from 0 on, got -1"),
     ],
 )
@@ -62,6 +80,97 @@ def test_wrong_numbers_are_refused(make: Callable[[Any], AttentionMask], number:
     value = number[0] if isinstance(number, tuple) else number
     with pytest.raises(InputError, match=rf"masks\.{make.__name__} takes whole .* from {least} on, got {value}"):
         make(number)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([], "needs blocks in order"),
+        ([(1, 2, 3)], "takes pairs"),
+        ([(-1, 2)], "takes whole"),
+        ([(0.0, 2)], "takes whole"),
+    ],
+)
+def test_wrong_blocks_are_refused(blocks: list[Any], message: str) -> None:
+    with pytest.raises(InputError, match=rf"masks\.bidirectional_blocks {message}"):
+        masks.bidirectional_blocks(blocks)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.slices([(0, 4)], [], "full"), r"1 q_ranges, 0 k_ranges and 1 kinds; give one of each per slice"),
+        (lambda: masks.slices([(0, 4)], [(0, 4)], "diagonal"), "kind 'diagonal' is not known; choose one of full"),
+        (lambda: masks.slices([(4, 0)], [(0, 4)]), r"q_ranges has \(4, 0\), where 0 <= first <= stop is needed"),
+        (lambda: masks.slices([(0, 1.0)], [(0, 4)]), "q_ranges are pairs"),
+        (
+            lambda: masks.slices([(0, 9), (8, 12)], [(0, 9), (3, 9)], ["causal", "full"]),
+            r"query 8 attends to key 8 in two slices, q 0\.\.8 k 0\.\.8, distance 0\.\.inf and q 8\.\.11 k 3\.\.8, any",
+        ),
+        (lambda: masks.tree([0], [4]), "node 0 has the parent 0, which is not on the path"),
+        (
+            lambda: masks.tree([-1, 0, 0, 1], [1] * 4),
+            "node 3 has the parent 1, .*; list the nodes in depth-first order",
+        ),
+        (lambda: masks.tree([-1], [4, 4]), "1 parents and 2 lengths"),
+        (lambda: masks.tree([-1], [-4]), "whole numbers of tokens from 0 on, got -4"),
+        (lambda: masks.tree([None], [4]), "the parent of node 0 is None"),
+        (lambda: masks.by_head([(0, None)]), "a group has 0 heads"),
+        (lambda: masks.by_head([(1, masks.by_head([(1, None)]))]), "list its groups instead"),
+    ],
+)
+def test_wrong_slices_and_trees_are_refused(make: Callable[[], AttentionMask], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+SLICES, TREE = masks.slices([(0, 23)], [(0, 9)]), masks.tree([-1, 0, 0], [9, 7, 7])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": True, "mask": SLICES}, "masks.slices says which pairs are allowed; leave causal and window out"),
+        ({"mask": masks.slices([(0, 24)], [(0, 9)])}, "q_ranges end at 24, and the sequence has 23 tokens"),
+        ({"mask": masks.tree([-1], [9])}, "masks.tree has 9 tokens, and the sequence has 23"),
+        ({"mask": TREE, "window": (3, 2)}, "masks.tree never looks ahead; use a window with a right side of 0"),
+        ({"mask": TREE, "alibi_slopes": [0.5, 0.5]}, "distances in Tree count along paths; leave alibi_slopes out"),
+        ({"mask": masks.by_head([(1, TREE)])}, "masks for 1 query heads, and the call has 2"),
+        (
+            {"mask": masks.by_head([(1, TREE), (1, None)]), "alibi_slopes": [0.5, 0.5]},
+            "distances in ByHead count along",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_a_mask_are_refused(options: dict[str, Any], message: str) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(23)
+        x = torch.zeros(1, seq.counts[ring.rank], 2, 8)
+        for call in (
+            lambda: ring.attention(x, x, x, seq, **options),
+            lambda: ring.explain(seq, q_heads=2, head_dim=8, **options),
+        ):
+            with pytest.raises(InputError, match=message):
+                call()
+
+    run_ranks(2, body)
+
+
+def test_documents_and_other_keys_do_not_combine_with_slices_and_trees() -> None:
+    def body(ring: Ring) -> None:
+        seq, packed = ring.sequence(23), ring.sequence(cu_seqlens=DOCUMENTS)
+        x = torch.zeros(1, seq.counts[ring.rank], 2, 8)
+        packed_x = torch.zeros(1, packed.counts[ring.rank], 2, 8)
+        with pytest.raises(InputError, match=r"masks\.slices needs sequences without documents"):
+            ring.attention(packed_x, packed_x, packed_x, packed, mask=SLICES)
+        with pytest.raises(InputError, match="a tree may have several roots instead"):
+            ring.attention(packed_x, packed_x, packed_x, packed, mask=TREE)
+        shorter = ring.sequence(20)
+        keys = torch.zeros(1, shorter.counts[ring.rank], 2, 8)
+        with pytest.raises(InputError, match=r"masks\.tree needs queries and keys of the same tokens"):
+            ring.attention(x, keys, keys, seq, kv_seq=shorter, mask=TREE)
+
+    run_ranks(2, body)
 
 
 def attend_and_gather(attend: Callable[..., Tensor], seq: Any, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -160,7 +160,7 @@ def test_every_public_callable_documents_arguments_results_and_errors(name: str)
 @pytest.mark.parametrize(
     ("literal", "names"),
     [
-        (layout.LayoutName, ("auto", *layout.LAYOUTS)),
+        (layout.LayoutName, ("auto", *layout.LAYOUTS, "mask")),
         (layout.Purpose, layout.PURPOSES),
         (dilation.Offset, dilation.OFFSETS),
         (problem.FloatName, problem.FLOATS),

@@ -50,6 +50,7 @@ def bytes_forward(case: Case, rank: int, route: str, row_bytes: int) -> int:
         ("striped", {"window": (2, 3)}),
         ("contiguous", {"causal": True, "mask": masks.chunked(9)}),
         ("zigzag", {"causal": True, "mask": masks.prefix(10)}),
+        ("zigzag", {"causal": True, "window": (4, 0), "mask": masks.bidirectional_blocks([(2, 14), (15, 30)])}),
         ("striped", {"window": (2, 1), "mask": masks.global_tokens(2)}),
     ],
 )

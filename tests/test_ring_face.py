@@ -130,10 +130,10 @@ DISAGREE: dict[str, tuple[Change, str, str]] = {
     "length": (length_eleven, "12 tokens", "11 tokens"),
     "layout": (lambda ring, a: a.update(seq=ring.sequence(TOKENS, layout="striped")), "zigzag", "striped"),
     "dtype": (lambda ring, a: a.update({n: a[n].double() for n in "qkv"}), "float32", "float64"),
-    "causal": (setting(causal=False), "band 0..inf", "band -inf..inf"),
-    "window": (setting(window=(4, 0)), "band 0..inf", "band 0..4"),
+    "causal": (setting(causal=False), "distance 0..inf", "any distance"),
+    "window": (setting(window=(4, 0)), "distance 0..inf", "distance 0..4"),
     "documents": (
-        lambda ring, a: a.update(seq=ring.sequence(cu_seqlens=[0, 3, 12], layout="zigzag")), "(0, 12)", "(0, 3, 12)"
+        lambda ring, a: a.update(seq=ring.sequence(cu_seqlens=[0, 3, 12], layout="zigzag")), "q 0..11", "q 0..2"
     ),
     "heads": (lambda ring, a: a.update({n: a[n][:, :, :1] for n in "kv"}), "kv_heads 2", "kv_heads 1"),
     "batch": (lambda ring, a: a.update({n: torch.cat([a[n]] * 2) for n in "qkv"}), "batch 1", "batch 2"),

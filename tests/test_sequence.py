@@ -153,3 +153,16 @@ def test_positions_within_a_compiled_region() -> None:
         first, document_positions = turned(x), seq.positions(per_document=True)
         assert torch.equal(first, x * torch.arange(11) + document_positions) and torch.equal(turned(x), first)
         assert document_positions.tolist() == [*range(5), *range(6)]
+
+
+def test_a_sequence_keeps_its_encoder() -> None:
+    def body(ring: Ring) -> None:
+        plain, encoder = ring.sequence(9), ring.sequence(14)
+        seq = plain.with_encoder(encoder)
+        assert seq.encoder == encoder and seq != plain and seq.with_encoder(None) == plain
+        assert seq.with_documents([0, 4, 9]).encoder is encoder and seq.with_mask(None).encoder is encoder
+        assert hash(seq) == hash(plain.with_encoder(ring.sequence(14)))
+        with pytest.raises(InputError, match="with_encoder takes a sequence of this ring, got 14"):
+            plain.with_encoder(14)  # type: ignore[arg-type]
+
+    run_ranks(2, body)

@@ -73,6 +73,10 @@ def test_another_compiler_changes_the_digest(tree: Path, monkeypatch: pytest.Mon
         ("compile gate", ["attention_forward.py", "attention_backward.py", "configs.json", "compiling.py"]),
         ("Gluon backward", ["attention_gluon_grad_kv.py", "simulator.py"]),
         (
+            "compiled kernels in the PTX interpreter",
+            ["attention_gluon_forward.py", "triton.py", "launch.py", "machine.py", "races.py", "engine_scenarios.py"],
+        ),
+        (
             "kernels in the interpreter",
             ["triton.py", "attention_forward.py", "engine_scenarios.py", "rows.py", "qkv.py", "shims.py"],
         ),

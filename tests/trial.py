@@ -141,7 +141,11 @@ def _loss(trial: Trial, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) ->
 def on_rank(ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype: torch.dtype) -> Results:
     """Run the trial on this rank. Return its shards of the results, and the token order of the concatenated shards."""
     trial_inputs = inputs(trial, dtype)
-    seq = ring.sequence(None if trial.documents else trial.tokens, cu_seqlens=trial.documents, layout=layout)
+    length = None if trial.documents else trial.tokens
+    placed, options = {}, trial.options
+    if layout == "mask":
+        placed = {"mask": options.pop("mask"), "for_": "causal" if trial.causal else "full"}
+    seq = ring.sequence(length, cu_seqlens=trial.documents, layout=layout, **placed)
     kv_seq = None
     if trial.cross:
         kv_seq = ring.sequence(trial.kv_tokens, cu_seqlens=trial.kv_documents, layout=trial.kv_layout)
@@ -151,9 +155,7 @@ def on_rank(ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype
         for owner, x in zip(owners, (trial_inputs.q, trial_inputs.k, trial_inputs.v), strict=True)
     ]
     sinks = None if trial_inputs.sinks is None else trial_inputs.sinks.clone().requires_grad_()
-    out, lse = ring.attention(
-        *leaves, seq, kv_seq=kv_seq, schedule=schedule, sinks=sinks, return_lse=True, **trial.options
-    )
+    out, lse = ring.attention(*leaves, seq, kv_seq=kv_seq, schedule=schedule, sinks=sinks, return_lse=True, **options)
     assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     _loss(trial, out, lse, seq.shard(trial_inputs.dout), seq.shard(trial_inputs.dlse, dim=2)).backward()
     results = {"out": out.detach(), "lse": lse.detach()}

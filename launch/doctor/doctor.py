@@ -261,6 +261,8 @@ def _checked(say: Say) -> tuple[list[Finding], dict[str, Any]]:
         driver = driver or description.get("nvidia_driver_version")
         on_gpu = probes.cuda(build, driver, torch.cuda.is_available())
         forms = [Finding("kernels' forms", OK, text) for text in kernel_forms(gpus)]
+        if gpus:
+            forms += compiler()
         return [on_gpu, *probes.devices(gpus, torch.cuda.is_available()), *forms, *probes.topology(links)]
 
     checks: dict[str, Callable[[], Sequence[Finding]]] = {
@@ -473,6 +475,17 @@ def kernel_forms(gpus: Sequence[Gpu]) -> list[str]:
     visible = range(torch.cuda.device_count())
     kinds = {gpu.capability for gpu in gpus} or {torch.cuda.get_device_capability(n) for n in visible}
     return [forms.on_device(kind) for kind in sorted(kinds)] or ["engine='triton' does not run here: no GPU"]
+
+
+def compiler() -> list[Finding]:
+    """Check for the C compiler with which Triton builds its launcher; no finding without Triton."""
+    try:
+        from ringattn.kernels.launch import compiler_missing
+    except ModuleNotFoundError:
+        return []
+    missing = compiler_missing()
+    text, _, advice = (missing or "Triton can build its launcher").partition(": ")
+    return [Finding("C compiler", WARNING if missing else OK, text, advice)]
 
 
 def _link(pynvml: Any, first: int, second: int, handles: list[Any]) -> Link:

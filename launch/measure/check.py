@@ -75,6 +75,7 @@ class Case(NamedTuple):
             "window": {"window": [tokens // 5, 0 if causal else tokens // 9]},
             "chunk": {"mask": f"chunked:{tokens // 7 + 1}"},
             "prefix": {"mask": f"prefix:{tokens // 8}"},
+            "blocks": {"mask": f"bidirectional_blocks:0,{tokens // 4},{tokens // 2},{tokens}"},
             "global": {"mask": f"global_tokens:{tokens // 20 + 1}"},
             # The segments are ragged, one is longer than a shard, and one is longer than the sequence. Not all rates
             # divide their segments.
@@ -88,8 +89,8 @@ class Case(NamedTuple):
 
 
 MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents",
-         "causal chunk documents", "causal prefix documents", "window global", "dilated",
-         "causal dilated documents")  # fmt: skip
+         "causal chunk documents", "causal prefix documents", "causal blocks documents", "window global",
+         "dilated", "causal dilated documents")  # fmt: skip
 
 
 def cases() -> Iterator[Case]:

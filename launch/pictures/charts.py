@@ -176,7 +176,7 @@ NEAR_STEPS = 6
 
 MEASURES: tuple[tuple[str, str, Callable[[Simulated], float]], ...] = (
     ("time of a call", "s", lambda point: point.total_s),
-    ("efficiency", "% of the kernel's rate", lambda point: 100 * point.efficiency),
+    ("efficiency", "ideal / simulated time, %", lambda point: 100 * point.efficiency),
     ("sent, largest value of any rank", "GiB",
      lambda point: sum(times.sent_bytes.max() for times in point.passes) / 2**30),
     ("waiting, largest value of any rank", "% of the time",
@@ -268,7 +268,8 @@ def point_figure(point: Simulated, title: str, names: Mapping[int, str]) -> Figu
         above.set_title(f"{PASSES[column]}, {duration(total_ms / 1e3)}", loc="left", color=INK, fontsize=11)
         until_ms = min(total_ms, near * shown_ms[column])
         _draw_first_steps(below, [spans[rank] for rank in ranks], until_ms)
-        below.set_title(f"the first {duration(until_ms / 1e3)} of it", loc="left", color=INK, fontsize=11)
+        part = f"the first {duration(until_ms / 1e3)} of it" if until_ms < total_ms else "its steps"
+        below.set_title(part, loc="left", color=INK, fontsize=11)
         for axes, row_ms in ((above, shown_ms), (below, [near * shown for shown in shown_ms])):
             ticks = MaxNLocator(TICKS, steps=(1, 2, 5, 10)).tick_values(0, max(row_ms))
             axes.set_xlim(0, row_ms[column])
@@ -302,9 +303,12 @@ def work_shares(spans: Sequence[Span], total_us: float, bins: int = BINS) -> np.
 
 
 def _first_steps_ms(spans: Sequence[Span]) -> float:
-    """Return the milliseconds after which a rank has computed its first NEAR_STEPS steps."""
+    """Return the milliseconds after which a rank has computed its first NEAR_STEPS steps; infinity without attention.
+
+    A layer with a state has few steps, which are all drawn.
+    """
     attends = [span for span in spans if span.name.endswith("attend")][:NEAR_STEPS]
-    return attends[-1].end_us / 1e3 if attends else 1e-3
+    return attends[-1].end_us / 1e3 if attends else math.inf
 
 
 def _draw_first_steps(axes: Axes, ranks: Sequence[Sequence[Span]], until_ms: float) -> None:
@@ -555,7 +559,7 @@ def draw_rows(explanation: Explanation, path: str | Path, head: int = 0) -> None
     of_ranks = plt.get_cmap("tab10" if ranks <= 10 else "tab20")
     colors = ListedColormap([EMPTY, *(to_hex(of_ranks(rank % 20)) for rank in range(ranks))])
     figure, axes = plt.subplots(ranks, 1, figsize=(13, 1.1 + ranks * (0.45 + 0.42 * len(branches))), squeeze=False)
-    labels = [f"w={branch.segment or problem.kv_layout.length} r={branch.dilation} {what}"
+    labels = [f"w={branch.rectangles.longest} r={branch.dilation} {what}"
               for branch in branches for what in ("reads", "sends")]  # fmt: skip
     width = bin_width(problem)
     bins = -(-problem.kv_layout.length // width)

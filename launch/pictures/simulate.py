@@ -1,7 +1,7 @@
 """`ringattn simulate`: the time of one attention call on 1 to 16,384 ranks of a cluster, and the waits of the ranks.
 
-Nothing is run. Small numbers of ranks are simulated with the plan of each rank. Thousands of ranks are simulated by
-classes of ranks that behave alike.
+Or the time of one layer with a state, on 1 to 1,024 ranks. Nothing is run. Small numbers of ranks are simulated with
+the plan of each rank. Attention on thousands of ranks is simulated by classes of ranks that behave alike.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from typing import Any
 from ringattn.errors import InputError
 from ringattn.launch.folders import json_output, writing
 from ringattn.launch.options import help_text, load_plain
-from ringattn.launch.pictures.simulation import PASSES, SCALINGS, SimulateConfig, Simulated, Simulator
+from ringattn.launch.pictures.simulation import (
+    ATTENTION,
+    PASSES,
+    SCALINGS,
+    SimulateConfig,
+    Simulated,
+    Simulator,
+)
 from ringattn.planner.cluster import Cluster, cluster_named
 from ringattn.planner.simulate import Disturbance, duration
 
 PURPOSE = """\
-Simulates one attention call on any number of ranks of a cluster: its time, the computing, waiting and memory of ranks,
-and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ranks take seconds.
+Simulates one attention call, or one layer with a state, on any number of ranks of a cluster: its time, the computing,
+waiting and memory of ranks, and what stragglers, slow links and jitter cost. Nothing is run; 16,384 ranks take seconds.
 Examples: ringattn simulate ranks=16384 tokens=1B cluster=h100
           ringattn simulate ranks=1,8,64,512,4096 tokens=1B scaling=both cluster=gb200 picture=scaling.png
-          ringattn simulate ranks=64 tokens=1M slow_rank=3:1.5 slow_link=7-8:4 jitter=0.05 seed=1"""
+          ringattn simulate ranks=64 tokens=1M slow_rank=3:1.5 slow_link=7-8:4 jitter=0.05 seed=1
+          ringattn simulate layer=gated_delta_rule kv_heads=16 ranks=16 tokens=1M picture=timeline.png"""
 MOST_RANKS = 2**14
 
 
@@ -37,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config = load_plain(argv, SimulateConfig)
     config.check()
+    config.check_words(argv)
     with json_output(config.json) as write:
         write(simulated(config))
     return 0
@@ -71,7 +80,7 @@ def simulated(config: SimulateConfig) -> dict[str, Any]:
             print(*([] if curves[scaling] else [HEADER]), line(points[count, tokens]), sep="\n", flush=True)
             curves[scaling].append(points[count, tokens])
     everything = [point for curve in curves.values() for point in curve]
-    print("\n".join(notes(everything)))
+    print("\n".join(notes(everything, config.layer)))
     if len(everything) == 1:
         print("\n" + table(everything[0]))
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -153,17 +162,22 @@ TITLE_WIDTH = 130
 def picture_title(simulator: Simulator, points: Sequence[Simulated]) -> str:
     """Return the title of the picture: the schedule and cluster, the call, and its disturbances."""
     config, most = simulator.config, max(points, key=lambda point: (point.ranks, point.tokens))
-    layout = simulator.problem(most.tokens, most.ranks).q_layout.name
+    layout = simulator.layout(most.tokens, most.ranks).name
     options = "" if config.overlap else ", messages after the computation of their step"
     options += f", {config.sm_margin} multiprocessors reserved for messages" if config.sm_margin else ""
     ranks = f"{'up to ' if len(points) > 1 else ''}{most.ranks:,} rank{'s'[: most.ranks > 1]}"
     batch = f"{config.batch} sequences of " if config.batch > 1 else ""
-    heads = f"{config.heads} query and {config.kv_heads} K/V heads of {config.head_dim}"
-    mask = ("causal" if config.causal else "full") + (f", window {list(config.bounds)}" if config.bounds else "")
     passes = "forward and backward" if config.backward else "forward"
+    if config.layer == ATTENTION:
+        what = f"{config.schedule} schedule"
+        mask = ("causal" if config.causal else "full") + (f", window {list(config.bounds)}" if config.bounds else "")
+        heads = f"{config.heads} query and {config.kv_heads} K/V heads of {config.head_dim}, {mask}"
+    else:
+        what, layer = f"{config.layer} layer", config.state_layer
+        heads = f"{layer.heads} states of {layer.d_k} x {layer.d_v}, {layer.key_heads} key heads, {layer.taps} taps"
     lines = (
-        f"{config.schedule} schedule, {layout} layout, on {simulator.cluster.name}{options}",
-        f"{batch}{most.tokens:,} tokens on {ranks}, {heads}, {mask}, {config.dtype}, {passes}",
+        f"{what}, {layout} layout, on {simulator.cluster.name}{options}",
+        f"{batch}{most.tokens:,} tokens on {ranks}, {heads}, {config.dtype}, {passes}",
         disturbances(simulator.disturbance),
     )
     return "\n".join(part for line in lines for part in wrap(line, TITLE_WIDTH))
@@ -220,12 +234,19 @@ def line(point: Simulated) -> str:
     )
 
 
-def notes(points: Sequence[Simulated]) -> list[str]:
+def notes(points: Sequence[Simulated], layer: str) -> list[str]:
     """Return notes that define the figures of the table, and state how many tokens were rounded up."""
-    lines = [(
-        "efficiency: the time of the allowed pairs alone, divided evenly over the ranks, at the kernel's rate, as a "
-        "share of the simulated time; exposed, waiting, MiB held: the largest value of any rank"
-    )]  # fmt: skip
+    ideal = ("the allowed pairs alone, divided evenly over the ranks, at the kernel's rate" if layer == ATTENTION else
+             "the layer in one process, divided evenly over the ranks")  # fmt: skip
+    lines = [
+        f"efficiency: the time of {ideal}, as a share of the simulated time; exposed, waiting, MiB held: the largest "
+        "value of any rank"
+    ]
+    if layer != ATTENTION:
+        lines.append(
+            "arithmetic of the layer: the products of its chunked form at the rate of the attention kernel, and its "
+            "tensors at the rate of copies; not measured"
+        )
     worst = max(points, key=lambda point: point.tokens / point.requested_tokens)
     ratio = worst.tokens / worst.requested_tokens
     if ratio > 1:

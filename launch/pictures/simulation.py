@@ -1,6 +1,7 @@
-"""Simulate one attention call on the ranks of a cluster.
+"""Simulate one attention call, or one layer with a state, on the ranks of a cluster.
 
-Small numbers of ranks are simulated with the plan of each rank, larger numbers by classes of ranks that behave alike.
+Small numbers of ranks are simulated with the plan of each rank. Attention on larger numbers is simulated by classes of
+ranks that behave alike.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ringattn.core.geometry import Band, StridedRange, count_pairs
-from ringattn.core.layout import LAYOUTS, make_layout
+from ringattn.core.layout import LAYOUTS, Layout, make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.core.span import COMM, COMPUTE, Span
-from ringattn.errors import UnsupportedError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.launch.calls import MOST_HEADS, TORCH_DTYPES, CallConfig, schedule_option, tokens_option
 from ringattn.launch.options import DTYPES, MOST, json_option, option
 from ringattn.planner.candidates import check_extent
@@ -38,7 +38,8 @@ from ringattn.planner.classes import (
 )
 from ringattn.planner.cluster import CLUSTERS, Cluster, attention_s
 from ringattn.planner.recurrence import PassTimes, play
-from ringattn.planner.simulate import Disturbance, simulate
+from ringattn.planner.simulate import Disturbance, Timeline, simulate, simulate_steps
+from ringattn.planner.states import StateLayer, alone_s, layer_pass
 from ringattn.schedule.routes import route_named
 
 SCALINGS = "strong", "weak", "both"
@@ -47,18 +48,36 @@ PLANNED = 16
 """Up to this number of ranks, each is simulated by its plan; more are simulated by classes."""
 MOST_PLANNED = 64
 """The limit for schedules without classes, because plans have an entry for each pair of ranks."""
+MOST_RANKS_OF_STATES = 1024
+"""The limit for layers with a state, whose plans take 10 ms for each of this number of ranks."""
+ATTENTION, DELTA_RULE, KIMI, SELECTIVE = "attention", "gated_delta_rule", "kimi_delta_attention", "selective_state"
+LAYERS = ATTENTION, DELTA_RULE, KIMI, SELECTIVE
+OF_ATTENTION = "causal", "window", "schedule"
+"""Keys that have no effect on a layer with a state."""
+TAPS = 4
+"""Taps of the convolution if not set, as in Qwen3-Next, Kimi-Linear and Nemotron-H."""
 
 
 @dataclass
 class SimulateConfig(CallConfig):
-    """One attention call to simulate: the call, the cluster, the numbers of ranks, and the disturbances."""
+    """The call or layer to simulate, the cluster, the numbers of ranks, and the disturbances."""
 
     DEFAULT_TOKENS: ClassVar[int] = 131072
 
+    layer: str = option(ATTENTION, "what to simulate: attention, or a layer with a state", choices=LAYERS)
     tokens: int | None = tokens_option(131072, most=MOST)
-    heads: int = option(32, "query heads", least=1, most=MOST_HEADS)
-    kv_heads: int = option(8, "key and value heads; must divide heads", least=1, most=MOST_HEADS)
+    heads: int = option(32, "query heads; of a layer with a state: heads of values", least=1, most=MOST_HEADS)
+    kv_heads: int = option(
+        8, "key and value heads; of a layer with a state: heads of queries and keys; must divide heads",
+        least=1, most=MOST_HEADS,
+    )  # fmt: skip
     head_dim: int = option(128, "elements of a head of queries, keys and values", least=1, most=MOST)
+    key_dim: int | None = option(
+        None, "layer with a state: elements of a head of queries and keys; head_dim if not set", least=1, most=MOST
+    )
+    kernel_size: int | None = option(
+        None, f"layer with a state: taps of its convolution, 1: no convolution; {TAPS} if not set", least=1, most=MOST
+    )
     dtype: str = option("bf16", "dtype of queries, keys and values", choices=DTYPES)
     layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS[:3]))
     schedule: str = schedule_option("ring")
@@ -79,6 +98,28 @@ class SimulateConfig(CallConfig):
     picture: str = option(
         "", "file for a picture (PNG): curves, or a timeline if there is one number of ranks", writes="picture"
     )
+
+    def check(self) -> None:
+        """Raise `InputError`, with the key first, if two options contradict each other."""
+        super().check()
+        for key in ("key_dim", "kernel_size") if self.layer == ATTENTION else ():
+            if (value := getattr(self, key)) is not None:
+                raise InputError(f"{key}={value}: has no effect on attention; set layer={DELTA_RULE}, for example")
+
+    def check_words(self, words: Sequence[str]) -> None:
+        """Raise `InputError` if a word sets a key of attention, and the layer has a state."""
+        for word in words if self.layer != ATTENTION else ():
+            if word.partition("=")[0] in OF_ATTENTION:
+                raise InputError(f"{word}: has no effect on layer={self.layer}, which is causal; leave it out")
+
+    @property
+    def state_layer(self) -> StateLayer:
+        """Return the layer with a state."""
+        d_k = self.key_dim or self.head_dim
+        gates = {DELTA_RULE: 2, KIMI: d_k + 1, SELECTIVE: 1}[self.layer]
+        sizes = self.heads, d_k, self.head_dim, self.kv_heads, gates
+        taps = TAPS if self.kernel_size is None else self.kernel_size
+        return StateLayer(*sizes, self.layer != SELECTIVE, taps, self.batch, TORCH_DTYPES[self.dtype])
 
 
 class Simulated(NamedTuple):
@@ -131,28 +172,38 @@ class Simulator:
         """
         began = time.perf_counter()
         self.disturbance.check_ranks(ranks)
-        classes = not self._each_planned(ranks)
+        has_state = self.config.layer != ATTENTION
+        classes = not has_state and not self._each_planned(ranks)
         simulated_tokens = self.shard_tokens(tokens, ranks) * ranks if classes else tokens
-        method = self._by_classes if classes else self._by_plans
+        method = self._by_scans if has_state else self._by_classes if classes else self._by_plans
         passes, spans, buffer_bytes = method(simulated_tokens, ranks, traced)
-        problem = self.problem(simulated_tokens, ranks)
-        pairs = _pairs(problem) * self.config.heads / _processors(self.cluster, ranks)
-        ideal_s = sum(attention_s(problem, pairs, self.cluster, bool(number)) for number in range(len(passes)))
+        ideal_s = sum(self._ideal_s(simulated_tokens, ranks, bool(number)) for number in range(len(passes)))
         held_bytes = [int(nbytes) for nbytes in np.percentile(buffer_bytes, (0, 50, 100))]
         took_s = time.perf_counter() - began
         return Simulated(ranks, simulated_tokens, tokens, classes, passes, held_bytes, ideal_s, spans, took_s)
 
+    def _ideal_s(self, tokens: int, ranks: int, backward: bool) -> float:
+        """Return the time of the computation of one process, shared equally by the processors."""
+        share = 1 / _processors(self.cluster, ranks)
+        if self.config.layer != ATTENTION:
+            return alone_s(self.config.state_layer, tokens * share, self.cluster, backward)
+        problem = self.problem(tokens, ranks)
+        return attention_s(problem, _pairs(problem) * self.config.heads * share, self.cluster, backward)
+
     def problem(self, tokens: int, ranks: int) -> Problem:
         """Return the call with `tokens` on `ranks` ranks. Raises `InputError` if options contradict each other."""
-        config = self.config
-        layout = make_layout(config.layout, tokens, ranks, purpose=self._purpose)
+        config, layout = self.config, self.layout(tokens, ranks)
         mask = Banded(config.causal, config.bounds).mask(tokens, tokens, None, None, config.heads, config.kv_heads)
         sizes = config.batch, config.heads, config.kv_heads, config.head_dim, config.head_dim
         return Problem(layout, layout, mask, *sizes, TORCH_DTYPES[config.dtype])
 
+    def layout(self, tokens: int, ranks: int) -> Layout:
+        """Return the layout of `tokens` tokens on `ranks` ranks."""
+        return make_layout(self.config.layout, tokens, ranks, purpose=self._purpose)
+
     def shard_tokens(self, tokens: int, ranks: int) -> int:
         """Return the tokens of a shard if the sequence is rounded up to shards of the same length."""
-        chunks = 2 if make_layout(self.config.layout, tokens, ranks, purpose=self._purpose).name == "zigzag" else 1
+        chunks = 2 if self.layout(tokens, ranks).name == "zigzag" else 1
         return -(-tokens // (ranks * chunks)) * chunks
 
     @property
@@ -197,11 +248,30 @@ class Simulator:
         for backward in (False, True)[: 1 + config.backward]:
             plans = tuple(plan for plan in every if plan.backward == backward)
             timeline = simulate(plans, cluster, config.overlap, self.disturbance)
-            busy_s, waiting_s, exposed_s = np.array([timeline.busy_us, timeline.waiting_us, timeline.exposed_us]) / 1e6
-            sent = np.array([plan.bytes_sent for plan in plans], float)
-            passes.append(PassTimes(timeline.total_us / 1e6, busy_s, waiting_s, exposed_s, sent, {}))
+            passes.append(_times(timeline, [plan.bytes_sent for plan in plans]))
             spans.append({rank: timeline.spans[rank] for rank in traced})
             buffer_bytes = np.maximum(buffer_bytes, [plan.arena_bytes + plan.kept_bytes for plan in plans])
+        return passes, spans, buffer_bytes
+
+    def _by_scans(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
+        """Simulate a layer with a state. Return passes, spans of traced ranks, and buffer bytes of each rank."""
+        config, cluster = self.config, self.cluster
+        if ranks > MOST_RANKS_OF_STATES:
+            raise UnsupportedError(
+                f"ranks={ranks}: layer={config.layer} is simulated with a plan for each rank, up to "
+                f"{MOST_RANKS_OF_STATES:,}; simulate fewer ranks"
+            )
+        _show_progress(f"{ranks} ranks: planning each of them")
+        nodes = tuple(cluster.node_of(rank) for rank in range(ranks))
+        sequence, layer = (self.layout(tokens, ranks), (0, tokens), nodes), config.state_layer
+        passes, spans, buffer_bytes = [], [], np.zeros(ranks)
+        for backward in (False, True)[: 1 + config.backward]:
+            every = [layer_pass(*sequence, cluster, layer, rank, backward) for rank in range(ranks)]
+            timeline = simulate_steps([each.steps for each in every], cluster, config.overlap, self.disturbance)
+            sent = [sum(nbytes for step in each.steps for _, nbytes in step.sends) for each in every]
+            passes.append(_times(timeline, sent))
+            spans.append({rank: timeline.spans[rank] for rank in traced})
+            buffer_bytes = np.maximum(buffer_bytes, [each.buffer_bytes for each in every])
         return passes, spans, buffer_bytes
 
     def _by_classes(self, tokens: int, ranks: int, traced: Sequence[int]) -> tuple[list[PassTimes], list[Any], Any]:
@@ -256,6 +326,12 @@ class Simulator:
         return reach
 
 
+def _times(timeline: Timeline, sent_bytes: Sequence[int]) -> PassTimes:
+    """Return the times of a pass in seconds, and the bytes that each rank sends."""
+    busy_s, waiting_s, exposed_s = np.array([timeline.busy_us, timeline.waiting_us, timeline.exposed_us]) / 1e6
+    return PassTimes(timeline.total_us / 1e6, busy_s, waiting_s, exposed_s, np.array(sent_bytes, float), {})
+
+
 def _processors(cluster: Cluster, ranks: int) -> int:
     """Return how many ranks can work at full speed at the same time: all, or one per processor of each machine."""
     if cluster.cores is None:
@@ -265,8 +341,7 @@ def _processors(cluster: Cluster, ranks: int) -> int:
 
 def _pairs(problem: Problem) -> int:
     """Return the number of pairs that the mask allows."""
-    everything = StridedRange(0, problem.q_layout.length)
-    return sum(count_pairs(everything, everything, Band(*branch.band)) for branch in problem.mask.branches)
+    return sum(branch.rectangles.pairs() for branch in problem.mask.branches)
 
 
 def spans_of(marks: np.ndarray) -> tuple[Span, ...]:

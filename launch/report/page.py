@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ringattn.errors import InputError
+from ringattn.launch.pictures.simulation import ATTENTION
 from ringattn.launch.report.points import SINGLE, Panel, Point, Sweep, panels_of, scaling, series_of
 from ringattn.launch.report.tables import (
     MIB,
@@ -91,7 +92,7 @@ def simulated_panel(file: Path) -> dict[str, Any]:
         measures = {
             ("Time of a call, simulated", "Nothing of it was measured.", "s"): lambda point: point["total_s"],
             ("Efficiency, simulated",
-             "Time of the allowed pairs alone, at the kernel's rate, as a share of the simulated time.", "%"):
+             "Time of the computation in one process, divided evenly, as a share of the simulated time.", "%"):
                 lambda point: point["efficiency"],
             ("Waiting, simulated", "Largest value of any rank.", "% of the time"):
                 lambda point: sum(each["waiting_s"][2] for each in point["passes"]) / point["total_s"],
@@ -101,7 +102,8 @@ def simulated_panel(file: Path) -> dict[str, Any]:
             lines = [Line(number, [point["ranks"] for point in points], [value(point) for point in points])
                      for number, points in enumerate(curves.values())]  # fmt: skip
             charts.append(line_chart(title, note, "ranks", unit, lines, log_base=10 if unit == "s" else 0))
-        heading = f"{config['schedule']}, {config['tokens']:,} tokens, {record['cluster']['name']}"
+        what = config["schedule"] if config["layer"] == ATTENTION else f"{config['layer']} layer"
+        heading = f"{what}, {config['tokens']:,} tokens, {record['cluster']['name']}"
         heading += "".join(f", {key}={config[key]}" for key in DISTURBANCES if config[key])
         return _panel(heading, [f"{name} scaling" for name in curves], charts, record["cluster"]["source"])
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

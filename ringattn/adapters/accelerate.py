@@ -11,23 +11,20 @@ it has the same guarantees and refusals as a Trainer written with the mixin.
 from __future__ import annotations
 
 import sys
-from itertools import count
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ringattn.adapters.deepspeed import check_config
-from ringattn.adapters.dropout import seed_from
+from ringattn.adapters.deepspeed_config import check_config
 from ringattn.adapters.groups import ring_of, ring_of_ranks
 from ringattn.adapters.host_versions import Host
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers.batches import WholeCalls
+from ringattn.adapters.transformers.batches import WholeCalls, seeds_of_calls
 from ringattn.adapters.transformers.checks import base_of
 from ringattn.adapters.transformers.loaders import (
     refuse_data,
@@ -36,10 +33,11 @@ from ringattn.adapters.transformers.loaders import (
     share_training,
 )
 from ringattn.adapters.transformers.trainer import (
-    HOST as TRAINER,
+    EARLY_CALLBACKS,
+    RingTrainerMixin,
 )
 from ringattn.adapters.transformers.trainer import (
-    RingTrainerMixin,
+    HOST as TRAINER,
 )
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
@@ -149,7 +147,8 @@ class RingAccelerator(Accelerator):
         for module, outer in zip(args, prepared if len(args) > 1 else (prepared,), strict=True):
             self._count_rings(outer)  # with DeepSpeed, accelerate creates schedulers without `prepare_scheduler`
             if isinstance(module, nn.Module) and not any(outer is known for known in self._outer_models):
-                WholeCalls(self.ring, base_of(module), self.layout, self._dropout_seeds()).attach(outer)
+                seeds = seeds_of_calls(self.ring, self.process_index)
+                WholeCalls(self.ring, base_of(module), self.layout, seeds).attach(outer)
                 self._outer_models.append(outer)
         return prepared
 
@@ -159,12 +158,6 @@ class RingAccelerator(Accelerator):
         # accelerate would multiply the batch size of a rank by the number of rings, and DeepSpeed by that of ranks.
         if config.get("train_batch_size") == "auto":
             del config["train_batch_size"]
-
-    def _dropout_seeds(self) -> Any:
-        """Return a seed for each call of a model, equal on the ranks of a ring. A collective call."""
-        seed = torch.tensor([torch.initial_seed() % 2**62 if self.ring.rank == 0 else 0], device=self.device)
-        self.ring.all_reduce([seed])
-        return (seed_from(int(seed), self.process_index, call) for call in count())
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -329,6 +322,11 @@ class RingParallelismConfig(ParallelismConfig):
 
     def __post_init__(self) -> None:
         HOST.require()
+        # Imported here: transformers probes for packages by names that also exist in a checkout of this project.
+        from transformers import Trainer
+
+        if not hasattr(Trainer, "get_cp_size"):  # 4.57, with which accelerate would first set up FSDP
+            raise UnsupportedError(EARLY_CALLBACKS)
         for name in ("cp_handler", "sp_handler", "tp_handler", "cp_backend", "sp_backend"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(f"{name} belongs to another form of parallelism than a ring; leave it out")

@@ -1,22 +1,25 @@
-"""Every Trainer and Accelerator of a process over rings, for scripts that are not changed: `ringattn script train.py`.
+"""Every Trainer, Accelerator and DeepSpeed engine of a process over rings, for unchanged scripts: `ringattn script`.
 
-Guarantees: each transformers Trainer, TRL SFTTrainer and accelerate Accelerator that is created after `enable` has the
-guarantees of `RingTrainerMixin`, `RingSFTTrainer` and `RingAccelerator`, and refuses what they refuse when it is made.
+Guarantees: each transformers Trainer, TRL SFTTrainer, accelerate Accelerator and engine of `deepspeed.initialize` that
+is created after `enable` has the guarantees of `RingTrainerMixin`, `RingSFTTrainer`, `RingAccelerator` and
+`ringattn.adapters.deepspeed.initialize`, and refuses what they refuse when it is made.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import wraps
-from inspect import signature
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import accelerate
-from accelerate import PartialState
 
+from ringattn.adapters import deepspeed
 from ringattn.adapters.accelerate import RingAccelerator
-from ringattn.adapters.groups import ring_of_ranks
 from ringattn.adapters.transformers import register
-from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, ring_of_arguments
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError
 
@@ -29,10 +32,10 @@ _enabled: list[tuple[int | None, str]] = []
 
 
 def enable(cp_size: int | None = None, layout: LayoutName | str = "auto") -> None:
-    """Let every Trainer and Accelerator that this process creates later train over rings.
+    """Let every Trainer, Accelerator and DeepSpeed engine that this process creates later train over rings.
 
     It also makes `attn_implementation="ringattn"` known to transformers. A Trainer prepares its model whatever its
-    `attn_implementation` is. Names that were imported from accelerate before keep the original Accelerator.
+    `attn_implementation` is. Names that were imported from accelerate or DeepSpeed before keep their meaning.
 
     Args:
         cp_size: The ranks of a ring, which are consecutive processes. None: all ranks.
@@ -56,6 +59,10 @@ def enable(cp_size: int | None = None, layout: LayoutName | str = "auto") -> Non
     _enabled.append((cp_size, layout))
     _replace_init(cp_size, layout)
     accelerate.Accelerator = _accelerator_class(cp_size, layout)
+    if "deepspeed" in sys.modules:
+        _replace_initialize(sys.modules["deepspeed"], cp_size, layout)
+    else:
+        sys.meta_path.insert(0, _DeepSpeedFinder(cp_size, layout))
 
 
 def _replace_init(cp_size: int | None, layout: LayoutName | str) -> None:
@@ -72,10 +79,8 @@ def _replace_init(cp_size: int | None, layout: LayoutName | str) -> None:
             return
         kind = type(self)
         self.__class__ = type(kind.__name__, (_mixin_for(kind), kind), {"__module__": kind.__module__})
-        arguments = signature(original).bind(self, *args, **kwargs).arguments
-        # Reading the device initialises the process group, as the arguments say.
-        device = PartialState().device if arguments.get("args") is None else arguments["args"].device
-        with self.created_over(ring_of_ranks(cp_size, device.type), layout, (*args, *kwargs.values())):
+        arguments = (*args, *kwargs.values())
+        with self.created_over(ring_of_arguments(arguments, cp_size), layout, arguments):
             original(self, *args, **kwargs)
         created.append(kind.__name__)
 
@@ -103,3 +108,38 @@ def _accelerator_class(cp_size: int | None, layout: LayoutName | str) -> type[Ri
         created.append("Accelerator")
 
     return type("Accelerator", (RingAccelerator,), {"__init__": init, "__module__": "accelerate"})
+
+
+class _DeepSpeedFinder(MetaPathFinder):
+    """Replaces `initialize` when DeepSpeed is imported, because importing it takes seconds and may need a compiler."""
+
+    def __init__(self, cp_size: int | None, layout: LayoutName | str) -> None:
+        self.cp_size, self.layout = cp_size, layout
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "deepspeed" else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _replace_initialize(module, self.cp_size, self.layout)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _replace_initialize(module: Any, cp_size: int | None, layout: LayoutName | str) -> None:
+    """Let `deepspeed.initialize` return engines over rings, unless another adapter calls it for its own models."""
+    original = module.initialize
+
+    @wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller in ("accelerate", "ringattn"):
+            return original(*args, **kwargs)
+        engine = deepspeed.initialize(*args, cp_size=cp_size, layout=layout, **kwargs)
+        created.append("DeepSpeedEngine")
+        return engine
+
+    module.initialize = initialize

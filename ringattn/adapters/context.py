@@ -22,10 +22,11 @@ from ringattn.sequence import Sequence
 
 __all__ = ["attends_locally", "recompute_context", "sequence_of"]
 
-_towers: ContextVar[tuple[tuple[nn.Module, AbstractContextManager[None]], ...]] = ContextVar(
-    "ringattn_towers", default=()
+_contexts: ContextVar[tuple[tuple[nn.Module, AbstractContextManager[None]], ...]] = ContextVar(
+    "ringattn_contexts", default=()
 )
-_LOCAL = "ringattn_local"
+_CONTEXT = "ringattn_context"
+"""Attribute of a module: a function that returns the context of its calls."""
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -109,25 +110,37 @@ def attends_locally(module: _Module) -> _Module:
     Example:
         model.vision = attends_locally(model.vision)
     """
-    if not getattr(module, _LOCAL, False):
-        setattr(module, _LOCAL, True)
-        module.register_forward_pre_hook(_enter_tower)
-        module.register_forward_hook(_leave_tower, always_call=True)
+    return runs_inside(module, _local)
+
+
+def _local() -> AbstractContextManager[None]:
+    return activate(None)
+
+
+def runs_inside(module: _Module, context: Callable[[], AbstractContextManager[None]]) -> _Module:
+    """Run every later call of `module` inside the context that `context()` returns. The first `context` stays.
+
+    `context` is a function of a module, so that copies and pickles of `module` keep it. Returns the module.
+    """
+    if not hasattr(module, _CONTEXT):
+        setattr(module, _CONTEXT, context)
+        # Hooks, not a replaced `forward`: they survive copies and pickles of the module.
+        module.register_forward_pre_hook(_enter_context)
+        module.register_forward_hook(_leave_context, always_call=True)
     return module
 
 
 @torch.compiler.disable
-def _enter_tower(module: nn.Module, args: object) -> None:
-    # Hooks, not a replaced `forward`: they survive copies and pickles of the module.
-    local = activate(None)
-    local.__enter__()
-    _towers.set((*_towers.get(), (module, local)))
+def _enter_context(module: nn.Module, args: object) -> None:
+    context = getattr(module, _CONTEXT)()
+    context.__enter__()
+    _contexts.set((*_contexts.get(), (module, context)))
 
 
 @torch.compiler.disable
-def _leave_tower(module: nn.Module, args: object, out: object) -> None:
-    *outer, (entered, local) = _towers.get() or ((None, nullcontext()),)
-    # `always_call` also runs this hook if an earlier pre-hook raised, before `_enter_tower` ran for this module.
-    if entered is module:
-        _towers.set(tuple(outer))
-        local.__exit__(None, None, None)
+def _leave_context(module: nn.Module, args: object, out: object) -> None:
+    *outer, (inside, context) = _contexts.get() or ((None, nullcontext()),)
+    # `always_call` also runs this hook if an earlier pre-hook raised, before `_enter_context` ran for this module.
+    if inside is module:
+        _contexts.set(tuple(outer))
+        context.__exit__(None, None, None)

@@ -1,81 +1,123 @@
-"""DeepSpeed as the host of rings: the settings with which a ring has the gradients of one process.
+"""DeepSpeed as the host of rings: its engine for whole batches, and the check of its settings.
 
 To DeepSpeed, all ranks are one data-parallel group: it averages gradients over them and partitions weights, gradients
 and optimizer states among them (ZeRO). A ring needs nothing else, so its ranks are ordinary ranks of that group.
-Trainers and `RingAccelerator` call `check_config` themselves.
+Trainers, `RingAccelerator` and `initialize` call `check_config` themselves.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from ringattn.adapters.deepspeed_config import check_config
+from ringattn.adapters.groups import ring_of_ranks
+from ringattn.adapters.host_versions import Host
+from ringattn.adapters.transformers import prepare
+from ringattn.adapters.transformers.batches import WholeCalls, seeds_of_calls
+from ringattn.adapters.transformers.checks import base_of
+from ringattn.core.layout import LayoutName
 from ringattn.errors import UnsupportedError
 
-__all__ = ["check_config"]
+__all__ = ["check_config", "initialize"]
 
-# Settings that tests compare with one process, and settings without an effect on numbers.
-_COMPARED = frozenset((
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "optimizer", "scheduler", "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-))  # fmt: skip
-_PRECISION = frozenset(("fp16", "bf16", "communication_data_type", "data_types"))
-_WITHOUT_EFFECT = frozenset((
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "timers",
-    "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet", "checkpoint", "aio", "nebula",
-    "disable_python_gc", "activation_checkpointing",
-))  # fmt: skip
-_REASONS = {
-    "gradient_allreduce_op": "only the mean of gradients over all ranks is that of one process",
-    "sequence_parallel_size": "the ring shards the sequence already",
-    "data_parallel_size": "all ranks are one data-parallel group, including those of a ring",
-    "tensor_parallel": "its ranks would have to be outside the ring",
-    "data_efficiency": "it chooses other data and layers on each rank of a ring",
-    "zero_optimization.zero_quantized_weights": "it rounds weights",
-    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds weights",
-    "zero_optimization.zero_quantized_gradients": "it rounds gradients",
-    "zero_optimization.zenflow": "it delays a part of the updates",
-}
-_ZERO_REFUSED = (
-    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zenflow",
-    "zero_hpz_partition_size", "mics_shard_size",
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+HOST = Host(
+    "deepspeed",
+    ("0.19",),
+    feature="initialize",
+    parameters={
+        "deepspeed:initialize": (
+            "args", "model", "training_data", "collate_fn", "mpu", "mesh_param", "config", "config_params",
+        ),
+        "deepspeed:load_ds_config": ("config",),
+        f"{_ENGINE}.deepspeed_io": ("dataset", "route", "data_sampler"),
+        f"{_ENGINE}.backward": ("loss",),
+    },
 )  # fmt: skip
-_ROUNDING_OPTIMIZERS = "onebit", "zeroone"
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration of DeepSpeed with which training over rings was not compared with one process.
+def initialize(
+    *args: Any, cp_size: int | None = None, layout: LayoutName | str = "auto", **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Call `deepspeed.initialize` for an engine to which a ring of ranks counts as one process. A collective call.
+
+    The engine takes whole batches by keyword, the same on the ranks of a ring, and returns outputs of the whole batch.
+    So a loop needs no change: its losses and weights are those of as many processes as there are rings. Loaders of
+    `training_data` and `engine.deepspeed_io` distribute batches over rings. `train_batch_size` counts rings.
 
     Args:
-        config: The configuration, as for `deepspeed.initialize`.
+        args: Arguments of `deepspeed.initialize`. The model is a transformers model.
+        cp_size: The ranks of a ring, which are consecutive processes. None: all ranks.
+        layout: As in `Ring.sequence`.
+        kwargs: Arguments of `deepspeed.initialize`.
+
+    Returns:
+        As `deepspeed.initialize`: the engine, the optimizer, the loader of `training_data` and the scheduler.
 
     Raises:
-        UnsupportedError: The configuration has an unsupported setting, which is not off.
+        InputError: The number of ranks is not a multiple of `cp_size`.
+        UnsupportedError: See `check_config`; the model is not a transformers model or cannot be prepared; `mpu` or
+            `mesh_param` is given; or the installed DeepSpeed differs where this function relies on it.
 
     Example:
-        check_config(config)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engine, optimizer, loader, _ = initialize(model=model, training_data=texts, config=config)
+        for batch in loader:
+            engine.backward(engine(**batch).loss)
+            engine.step()
     """
-    known = _COMPARED | _PRECISION | _WITHOUT_EFFECT
-    zero = config.get("zero_optimization", {})
-    settings = {name: value for name, value in config.items() if name not in known}
-    settings |= {f"zero_optimization.{name}": zero[name] for name in _ZERO_REFUSED if name in zero}
-    for name, value in settings.items():
-        if not _is_off(value):
-            raise UnsupportedError(
-                f"{name}={value} of DeepSpeed's configuration is not supported over a ring: "
-                f"{_REASONS.get(name, 'it was not compared with one process')}; leave it out"
-            )
-    optimizer = str(config.get("optimizer", {}).get("type", ""))
-    if optimizer.lower().startswith(_ROUNDING_OPTIMIZERS):
+    # Imported here: DeepSpeed looks for compilers when it is imported, and Trainers need `check_config` only.
+    import deepspeed
+
+    HOST.require()
+    bound = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    for name in ("mpu", "mesh_param"):
+        if bound.get(name) is not None:
+            raise UnsupportedError(f"{name} would divide the ranks of a ring among other groups; leave it out")
+    model = bound.get("model")
+    if not hasattr(base_of(model), "config"):
         raise UnsupportedError(
-            f"DeepSpeed's optimizer {optimizer} rounds gradients to one bit, so a ring would train another model than "
-            "one process; use another optimizer"
+            f"{type(model).__name__} is not a transformers model; shard its batches in your own loop"
         )
+    deepspeed.init_distributed()
+    size = cp_size or dist.get_world_size()
+    arguments: Any = bound.get("args")
+    training_data = bound.pop("training_data", None)
+    named = getattr(arguments, "deepspeed_config", None)
+    config = bound.pop("config", None) or bound.pop("config_params", None) or named
+    if config is not None:
+        config = dict(config if isinstance(config, Mapping) else deepspeed.load_ds_config(config))
+        check_config(config)
+        if "train_batch_size" in config:  # DeepSpeed divides it by the number of ranks
+            config["train_batch_size"] *= size
+    prepare(model)
+    try:
+        if named is not None:  # DeepSpeed refuses a second configuration
+            arguments.deepspeed_config = None
+        engine, optimizer, _, scheduler = deepspeed.initialize(**bound, config=config)
+    finally:
+        if named is not None:
+            arguments.deepspeed_config = named
+    # After DeepSpeed has selected this rank's device.
+    ring = ring_of_ranks(cp_size, engine.device.type)
+    rings, ring_index = dist.get_world_size() // size, dist.get_rank() // size
+    engine.deepspeed_io = partial(_loader_over_rings, engine.deepspeed_io, rings, ring_index)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    WholeCalls(ring, base_of(model), layout, seeds_of_calls(ring, ring_index)).attach(engine)
+    return engine, optimizer, engine.training_dataloader, scheduler
 
 
-def _is_off(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return value.get("enabled") is False or all(map(_is_off, value.values()))
-    # These are the defaults: no other operation than the mean, and groups of one rank or, for `mics_shard_size`, none.
-    return value in (None, False, 0, 1, -1, "mean") and value is not True
+def _loader_over_rings(create: Any, rings: int, ring_index: int, *args: Any, **kwargs: Any) -> Any:
+    """Return the engine's loader, `create(*args, **kwargs)`, with batches of this ring instead of this rank."""
+    bound = inspect.signature(create).bind(*args, **kwargs)
+    if bound.arguments.get("data_sampler") is None:
+        is_shuffled = bound.arguments.get("route", "train") == "train"  # as by DeepSpeed
+        dataset = bound.arguments["dataset"]
+        bound.arguments["data_sampler"] = DistributedSampler(dataset, rings, ring_index, shuffle=is_shuffled)
+    return create(**bound.arguments)

@@ -2,7 +2,8 @@
 
 A mask_mod or score_mod may be any code, so its name proves nothing. A few of its values determine the only mask or
 score that it can be, the candidate. The candidate is then compared with the function at every relevant pair of query
-and key. Local attention is torch's own function.
+and key. A mask that is not its candidate is evaluated at all pairs and lowered to slices. Local attention is torch's
+own function.
 
 Guarantees: the result is that of flex_attention on one process with the same arguments. A function that is not proven
 to equal its candidate is refused by name, unless the caller passes `trust=True`.
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention import flex_attention as host
@@ -36,6 +38,7 @@ from ringattn.adapters.pair_functions import (
     tiles_of,
 )
 from ringattn.adapters.sdpa import check_heads_first
+from ringattn.adapters.tables import check_size, connects, slices_of
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
@@ -73,9 +76,9 @@ def flex_attention(
             abs(query - key); ALiBi after a softcap. If all keys precede the query, the distance may be written without
             abs. Slopes must be the same for all rows of the batch.
         block_mask: A mask of the whole sequence, as one process would pass it: its mask_mod gets positions in the whole
-            sequence. Supported: full, causal, a window, or causal after a prefix, also within documents. It must be the
-            same for all heads, but may differ between rows of the batch. It must separate the documents of the
-            sequence. None: every pair.
+            sequence. Supported: full, causal, a window, or causal after a prefix, also within documents, and any mask
+            that is a few slices (see `adapters.tables`). It must be the same for all heads, but may differ between rows
+            of the batch. It must separate the documents of the sequence. None: every pair.
         scale: Factor of the scores. None: 1 / sqrt(head_dim).
         enable_gqa: Key and value may have fewer heads.
         return_lse: Also return the log-sum-exp of the scores.
@@ -132,7 +135,7 @@ def flex_attention(
         mask_q, mask_k, mask_v = (x if len(members) == batch else x[members] for x in (q, k, v))
         parts.append(seq.ring.attention(
             mask_q, mask_k, mask_v, mask_seq, causal=mask.causal, window=mask.window, scale=scale,
-            mask=None if mask.prefix is None else masks.prefix(mask.prefix),
+            mask=mask.slices if mask.prefix is None else masks.prefix(mask.prefix),
             softcap=score.softcap, alibi_slopes=score.alibi_slopes, return_lse=True,
         ))  # fmt: skip
     out, lse = parts[0]
@@ -162,6 +165,8 @@ def _refuse(
 
 def _check_documents(mask: FoundMask, seq: Sequence) -> None:
     if not mask.needs_documents or set(seq.documents or ()) <= {0, *(mask.documents or ()), seq.length}:
+        return
+    if mask.slices is not None and not connects(mask.slices, seq.bounds):
         return
     raise InputError(
         f"the active sequence has documents, cut at {seq.documents}, but block_mask connects them: make a mask of "
@@ -217,15 +222,20 @@ def _record_mask(mask: Any) -> Recording | None:
 # --- Masks ------------------------------------------------------------------------------------------------------------
 # A few rows of mask_mod determine the only possible window and documents, the candidate. Two comparisons prove it. The
 # tables of full and of partial blocks must equal those of the candidate, and mask_mod must agree with it at all pairs
-# of the partial blocks. In other blocks, torch's kernels do not evaluate mask_mod either.
+# of the partial blocks. In other blocks, torch's kernels do not evaluate mask_mod either. A mask that is not its
+# candidate is evaluated in all blocks and lowered to slices.
 
 ALL_BLOCKS_TOKENS = 1024
 """Up to this length, mask_mod is evaluated in all blocks. This detects tables that are older than the data it reads."""
 
 _POSSIBLE = (
     "over a ring, flex_attention supports full, causal and sliding-window masks, also within documents (such as chunks "
-    "of equal length), and causal masks after a prefix (prefix-LM), the same for all heads"
+    "of equal length), causal masks after a prefix (prefix-LM), and masks that are a few slices, the same for all heads"
 )
+
+
+class _OtherMaskError(UnsupportedError):
+    """A mask is not its candidate."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +243,15 @@ class FoundMask:
     """A mask as arguments of `Ring.attention`.
 
     `documents`: cumulative lengths, or None for one document. `prefix`: for each document, the number of first keys
-    that all its queries attend to, or None for no prefix.
+    that all its queries attend to, or None for no prefix. `slices`: another mask, or None; without causal, a window,
+    documents and a prefix.
     """
 
     causal: bool
     window: tuple[int | None, int | None] | None
     documents: tuple[int, ...] | None
     prefix: tuple[int, ...] | None = None
+    slices: masks.Slices | None = None
 
     @property
     def needs_documents(self) -> bool:
@@ -287,15 +299,67 @@ def recognise_masks(
     if mask.kv_indices.shape[1] not in (1, heads):
         raise UnsupportedError(f"block_mask has {mask.kv_indices.shape[1]} heads, but there are {heads} query heads")
     pairs = _MaskFunction(mask)
+    try:
+        return _recognise_candidates(pairs, mask, length, batch, heads, trust)
+    except _OtherMaskError as error:
+        try:
+            return _recognise_slices(pairs, mask, length, batch, heads)
+        except UnsupportedError as reason:
+            raise UnsupportedError(f"{error}; it is not a few slices either: {reason}") from reason
+
+
+def _recognise_candidates(
+    pairs: _MaskFunction, mask: BlockMask, length: int, batch: int, heads: int, trust: bool
+) -> tuple[FoundMask, ...]:
+    """Return the candidate of each row. Raises `_OtherMaskError` if the mask is another one."""
     candidates = _candidates(pairs, batch, length)
     reads_row = pairs.reads(0)
     partial: dict[int, Tensor] = {}  # blocks to evaluate, by row; 0 for all rows if the function does not read rows
     for row in range(batch if reads_row or len(mask.kv_indices) > 1 else 1):
-        listed = _check_blocks(mask, row, length, candidates[row])
+        blocks = blocks_of(candidates[row], length, mask.BLOCK_SIZE, pairs.device)
+        listed = _check_blocks(mask, row, *blocks, f"could only be {_description(candidates[row])}, which has")
+        listed |= length <= ALL_BLOCKS_TOKENS
         key = row if reads_row else 0
         partial[key] = partial[key] | listed if key in partial else listed
     _check_mask(pairs, partial, length, heads if pairs.reads(1) else 1, candidates, mask.BLOCK_SIZE, trust)
     return candidates
+
+
+def _recognise_slices(
+    pairs: _MaskFunction, mask: BlockMask, length: int, batch: int, heads: int
+) -> tuple[FoundMask, ...]:
+    """Return the slices of each row: mask_mod is evaluated at all pairs, for each row and head that it reads."""
+    reads_row, reads_head = pairs.reads(0), pairs.reads(1)
+    check_size(length, length)
+    count = length**2 * (batch if reads_row else 1) * (heads if reads_head else 1)
+    if count > pair_functions.MOST_PAIRS:
+        raise UnsupportedError(
+            f"mask_mod reads rows or heads, so there are {count:,} values to evaluate, the limit is "
+            f"{pair_functions.MOST_PAIRS:,}"
+        )
+    row_masks: list[FoundMask] = []
+    for row in range(batch if reads_row or len(mask.kv_indices) > 1 else 1):
+        if row == 0 or reads_row:
+            table = _table(pairs, row, heads if reads_head else 1, length)
+            slices = slices_of(table)
+        _check_blocks(mask, row, *_blocks_of_table(table, mask.BLOCK_SIZE), "has")
+        row_masks.append(FoundMask(False, None, None, slices=slices))
+    return (*row_masks, *row_masks[-1:] * (batch - len(row_masks)))
+
+
+def _table(pairs: _MaskFunction, row: int, heads: int, length: int) -> Tensor:
+    """Return mask_mod at all pairs of a row, (length, length) bool. Raises UnsupportedError if its heads differ."""
+    positions = torch.arange(length, device=pairs.device)
+    table = torch.empty(length, length, dtype=torch.bool, device=pairs.device)
+    for q in positions.split(max(1, pair_functions.PIECE_PAIRS // length)):
+        for head in torch.arange(heads, device=pairs.device).split(1):
+            values = pairs.on_tiles(torch.tensor(row, device=pairs.device), head, q[None], positions[None])
+            values = pairs.checked(values)[0, 0]
+            if head == 0:
+                table[q] = values
+            elif not torch.equal(table[q], values):
+                raise UnsupportedError(f"head {int(head)} has another mask than head 0; make a call for each of them")
+    return table
 
 
 class _MaskFunction(PairFunction):
@@ -339,7 +403,7 @@ def _candidates(pairs: _MaskFunction, batch: int, length: int) -> tuple[FoundMas
     without_self = ~everywhere(positions, positions)
     if without_self.any():
         row, query = without_self.nonzero()[0].tolist()
-        raise UnsupportedError(
+        raise _OtherMaskError(
             f"mask_mod {_name(pairs.function)}: query {query} of row {row} does not attend to its own key. Make "
             f"padding a separate document instead of masking it out; {_POSSIBLE}"
         )
@@ -406,16 +470,26 @@ def blocks_of(mask: FoundMask, length: int, size: tuple[int, int], device: torch
     return some, (first[q1, None] <= k0) & (last[q0, None] >= k1)
 
 
-def _check_blocks(mask: BlockMask, row: int, length: int, candidate: FoundMask) -> Tensor:
-    """Return the blocks in which mask_mod has to be evaluated, (rows, columns) bool.
+def _blocks_of_table(table: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the blocks in which a table has some pairs, and those in which it has all: (rows, columns) bool."""
+    padding = (0, -table.shape[1] % size[1], 0, -table.shape[0] % size[0])
 
-    Raises UnsupportedError unless the tables list exactly the blocks in which the candidate has pairs, and as full only
-    blocks in which it has all pairs.
+    def blocks(value: bool) -> Tensor:
+        """Return the blocks, (rows, columns, queries, keys). `value`: that of pairs after the end of the sequence."""
+        return F.pad(table, padding, value=value).unfold(0, size[0], size[0]).unfold(1, size[1], size[1])
+
+    return blocks(False).any(-1).any(-1), blocks(True).all(-1).all(-1)
+
+
+def _check_blocks(mask: BlockMask, row: int, nonempty: Tensor, complete: Tensor, description: str) -> Tensor:
+    """Return the partial blocks, (rows, columns) bool.
+
+    Raises `_OtherMaskError` unless the tables list exactly the blocks `nonempty` in which a mask has pairs, and as full
+    only the blocks `complete` in which it has all pairs. `description`: what the message says before "every pair".
     """
     q_block, k_block = mask.BLOCK_SIZE
-    some, every = blocks_of(candidate, length, mask.BLOCK_SIZE, mask.kv_indices.device)
-    rows, columns = some.shape
-    evaluated = torch.full_like(some, length <= ALL_BLOCKS_TOKENS)
+    rows, columns = nonempty.shape
+    evaluated = torch.zeros_like(nonempty)
     table_row = min(row, mask.kv_indices.shape[0] - 1)  # tables may be shared by all rows
     for head in range(mask.kv_indices.shape[1]):
         partial = _listed(mask.kv_num_blocks[table_row, head], mask.kv_indices[table_row, head], rows, columns)
@@ -424,7 +498,7 @@ def _check_blocks(mask: BlockMask, row: int, length: int, candidate: FoundMask) 
             full = _listed(
                 mask.full_kv_num_blocks[table_row, head], mask.full_kv_indices[table_row, head], rows, columns
             )
-        wrong = ((partial + full) != some.int()) | (full.bool() & ~every)
+        wrong = ((partial + full) != nonempty.int()) | (full.bool() & ~complete)
         tables = [(mask.q_num_blocks, mask.q_indices, partial), (mask.full_q_num_blocks, mask.full_q_indices, full)]
         for counts, indices, expected in tables:  # transposed tables, which torch's backward pass reads
             if counts is not None and indices is not None:
@@ -432,11 +506,10 @@ def _check_blocks(mask: BlockMask, row: int, length: int, candidate: FoundMask) 
         evaluated |= partial.bool()
         if wrong.any():
             i, j = wrong.nonzero()[0].tolist()
-            what = "no pair" if not some[i, j] else "every pair" if every[i, j] else "some pairs"
-            raise UnsupportedError(
-                f"block_mask: mask_mod {_name(mask.mask_mod)} could only be {_description(candidate)}, which has "
-                f"{what} in block ({i}, {j}) of {q_block} queries and {k_block} keys, but the tables of row {row}, "
-                f"head {head} differ; {_POSSIBLE}"
+            what = "no pair" if not nonempty[i, j] else "every pair" if complete[i, j] else "some pairs"
+            raise _OtherMaskError(
+                f"block_mask: mask_mod {_name(mask.mask_mod)} {description} {what} in block ({i}, {j}) of "
+                f"{q_block} queries and {k_block} keys, but the tables of row {row}, head {head} differ; {_POSSIBLE}"
             )
     return evaluated
 
@@ -473,7 +546,7 @@ def _check_mask(
             wrong = allowed != ((keys >= first[q][..., None]) & (keys < last[q][..., None]))[:, None]
             if wrong.any():
                 tile, head, i, j = wrong.nonzero()[0].tolist()
-                raise UnsupportedError(
+                raise _OtherMaskError(
                     f"block_mask: mask_mod {_name(pairs.function)} returns {bool(allowed[tile, head, i, j])} at query "
                     f"{int(q[tile, i])}, key {int(k[tile, j])} of row {row}, head {int(head_group[head])}, but could "
                     f"only be {_description(candidates[row])}; {_POSSIBLE}"
@@ -526,12 +599,17 @@ def recognise_score(
         return FoundScore()
     unread = torch.zeros((), dtype=torch.int64).as_subclass(Unread)
     try:
-        return FoundScore(_softcap(score_mod, unread))
+        return FoundScore(_softcap(score_mod, unread, device))
     except ReadError:
         pass
+    if any(mask.slices is not None for mask in masks):
+        raise UnsupportedError(
+            f"score_mod {_name(score_mod)} reads positions, rows or heads, which over a ring is supported for full, "
+            "causal, window and prefix masks, and block_mask is another mask that is a few slices; leave score_mod out"
+        )
     mod = _ScoreFunction(score_mod, device)
     # At distance 0, ALiBi adds nothing, so only the softcap remains.
-    softcap = _softcap(score_mod, torch.zeros((), dtype=torch.int64, device=device))
+    softcap = _softcap(score_mod, torch.zeros((), dtype=torch.int64, device=device), device)
     slopes = _slopes(mod, masks, length, heads)
     _check_score(mod, masks, length, slopes, softcap, trust)
     return FoundScore(softcap, tuple(slopes.tolist()) if slopes.any() else None)
@@ -606,11 +684,11 @@ def _drawn_scores(size: tuple[int, int], device: torch.device) -> Tensor:
     return torch.where(scale < 1e3, moderate, moderate.sign() * scale).to(device)
 
 
-def _softcap(score_mod: Callable[..., Tensor], index: Tensor) -> float | None:
+def _softcap(score_mod: Callable[..., Tensor], index: Tensor, device: torch.device) -> float | None:
     """Return the softcap of a score_mod if row, head, query and key are `index`, or None if it returns the score."""
 
     def modified(scores: Tensor) -> Tensor:
-        return torch.vmap(lambda score: score_mod(score, index, index, index, index))(scores.to(index.device))
+        return torch.vmap(lambda score: score_mod(score, index, index, index, index))(scores.to(device))
 
     with torch.inference_mode(False), torch.enable_grad(), TransformGetItemToIndex():
         try:

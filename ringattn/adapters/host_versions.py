@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from threading import RLock
 from typing import Any
 
 from ringattn.errors import InputError, UnsupportedError
@@ -108,6 +109,9 @@ def _ranges(versions: tuple[str, ...]) -> str:
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
+_parsing = RLock()
+"""Held while Python parses: in Python 3.11, parsing in two threads can raise SystemError."""
+
 
 def source_digest(function: Callable[..., Any]) -> str:
     """Return eight hexadecimal digits of a function's source, without docstrings, comment lines and white space.
@@ -115,7 +119,9 @@ def source_digest(function: Callable[..., Any]) -> str:
     Raises `OSError` or `TypeError` if there is no source.
     """
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    with _parsing:
+        nodes = list(ast.walk(ast.parse("\n".join(lines))))
+    for node in nodes:
         body = getattr(node, "body", None)
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None and body:
             lines[body[0].lineno - 1 : body[0].end_lineno] = [""] * (body[0].end_lineno - body[0].lineno + 1)

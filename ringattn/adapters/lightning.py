@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from ringattn.adapters.host_versions import Host
 from ringattn.adapters.hosts import check_alike
@@ -75,6 +76,8 @@ class RingMixin:
     """The number of ranks of a ring. None: all ranks of the trainer."""
     ring: Ring
     trainer: Any
+    _ring_models: tuple[nn.Module, ...] = ()
+    _hooks: tuple[RemovableHandle, ...] = ()
     _replica: tuple[int, int]
 
     def setup(self, stage: str) -> None:
@@ -104,6 +107,16 @@ class RingMixin:
             self.trainer.callbacks.append(_OnException())
         self.ring = Ring(group)
         self._replica = rank // size, world // size
+        if self._ring_models:
+            from ringattn.adapters.transformers.batches import WholeCalls, seeds_of_calls
+            from ringattn.adapters.transformers.checks import base_of
+
+            seeds = seeds_of_calls(self.ring, rank // size)
+            self._hooks = tuple(
+                hook
+                for model in self._ring_models
+                for hook in WholeCalls(self.ring, base_of(model), "auto", seeds).attach(model)
+            )
 
     def teardown(self, stage: str) -> None:
         """Close the ring.
@@ -114,8 +127,34 @@ class RingMixin:
         Raises:
             RingError: What `Ring.close` raises.
         """
+        for hook in self._hooks:
+            hook.remove()
         self.ring.close()
         super().teardown(stage)  # type: ignore[misc]  # of the LightningModule after this mixin
+
+    def ring_model(self, model: Any) -> Any:
+        """Prepare a transformers model, which takes whole batches by keyword while the ring is open.
+
+        The ranks of a ring pass the same batch and get outputs of the whole batch: the loss, and logits that are
+        gathered when they are first read. The mean of the gradients over ranks is the gradient of one process.
+
+        Args:
+            model: A model of transformers, or a PeftModel around one. It is changed in place.
+
+        Returns:
+            The model.
+
+        Raises:
+            UnsupportedError: The model cannot be prepared, see `ringattn.adapters.transformers.prepare`.
+
+        Example:
+            self.model = self.ring_model(AutoModelForCausalLM.from_pretrained(name))
+        """
+        # Imported here, because other models need no transformers.
+        from ringattn.adapters.transformers import prepare
+
+        self._ring_models = (*self._ring_models, prepare(model))
+        return model
 
     def ring_sampler(self, dataset: Dataset[Any], **options: Any) -> DistributedSampler[Any]:
         """Return a sampler that gives all ranks of a ring the same examples.

@@ -143,37 +143,46 @@ def token_log_probs(logits: Tensor, labels: Tensor, seq: Sequence, *, ignore_ind
                 f"rank {seq.ring.rank}: logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must be (batch, "
                 f"tokens, vocabulary) and (batch, tokens), with this rank's {tokens} tokens"
             )
-    result: Tensor = _LabelLogProbs.apply(logits.flatten(0, 1), labels.flatten(), ignore_index)
+    result: Tensor = LabelLogProbs.apply(logits.flatten(0, 1), labels.flatten(), ignore_index)
     return result.unflatten(0, labels.shape)
 
 
-class _LabelLogProbs(torch.autograd.Function):
-    """The log-probabilities of labels: logits (rows, vocabulary) and labels (rows,) to (rows,)."""
+class LabelLogProbs(torch.autograd.Function):
+    """The log-probabilities of labels: logits (rows, vocabulary) and labels (labels,) to (labels,).
+
+    `ignore_index`: the label whose log-probability is 0, or None. `rows`: the row of each label; None: row i has label
+    i.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int | None, rows: Tensor | None = None
+    ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        counts = labels != ignore_index
+        counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
         indices = torch.where(counts, labels, 0)
         lse = torch.cat([part.to(dtype).logsumexp(1) for part in logits.split(ROWS_AT_A_TIME)] or [logits.new_zeros(0)])
-        at_label = logits.gather(1, indices[:, None])[:, 0].to(dtype)
-        ctx.save_for_backward(logits, indices, counts, lse)
-        return torch.where(counts, at_label - lse, 0.0)
+        rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
+        ctx.save_for_backward(logits, indices, counts, lse, rows)
+        return torch.where(counts, logits[rows, indices].to(dtype) - lse[rows], 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, indices, counts, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, indices, counts, lse, rows = ctx.saved_tensors
         scale = torch.where(counts, grad, 0.0)
+        of_rows = torch.zeros_like(lse).index_add_(0, rows, scale)
+        has_label = torch.zeros_like(lse, dtype=torch.bool).index_put_((rows,), counts, accumulate=True)
         grad_logits = torch.empty_like(logits)
         # d log p(label) / d logit = 1 at the label, minus the probability.
         for start in range(0, len(logits), ROWS_AT_A_TIME):
-            rows = slice(start, start + ROWS_AT_A_TIME)
-            part = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_().mul_(-scale[rows, None])
-            part.scatter_add_(1, indices[rows, None], scale[rows, None])
-            part[~counts[rows]] = 0  # also where the logits of an ignored row are NaN
-            grad_logits[rows] = part
-        return grad_logits, None, None
+            block = slice(start, start + ROWS_AT_A_TIME)
+            part = (logits[block].to(lse.dtype) - lse[block, None]).exp_().mul_(-of_rows[block, None])
+            part[~has_label[block]] = 0  # also where the logits of an ignored row are NaN
+            inside = (rows >= start) & (rows < start + len(part))
+            part.index_put_((torch.where(inside, rows - start, 0), indices), torch.where(inside, scale, 0.0), True)
+            grad_logits[block] = part
+        return grad_logits, None, None, None
 
 
 def sum_documents(values: Tensor, seq: Sequence) -> Tensor:
@@ -209,11 +218,11 @@ def sum_documents(values: Tensor, seq: Sequence) -> Tensor:
     cuts = torch.tensor((seq.documents or (0, seq.length))[1:], device=values.device)
     documents = torch.bucketize(seq.positions().to(values.device), cuts, right=True)
     sums = values.new_zeros(len(values), len(cuts)).index_add(1, documents, values)
-    result: Tensor = _SumOverRanks.apply(sums, seq.ring)
+    result: Tensor = SumOverRanks.apply(sums, seq.ring)
     return result
 
 
-class _SumOverRanks(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """The sum over ranks. The gradient passes through unchanged, because every rank computes the whole loss."""
 
     @staticmethod

@@ -5,17 +5,23 @@
 
 Guarantees: a rank's gradients are its part of the sum, for Megatron to reduce over the data and context parallel group.
 No document attends to the padding between packed documents.
+Megatron's `get_batch_on_this_cp_rank` raises for packed documents that it would shard as one sequence.
 Not covered: tensor parallelism, which only reduces the number of heads here; cross attention; attention masks, which
 raise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
+from typing import Any
 
 import torch
+from megatron.core import utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +31,7 @@ from torch import Tensor, nn
 
 from ringattn.adapters.attend import UNTRACED, as_autocast, lone_sequence
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.host_versions import Host
+from ringattn.adapters.host_versions import ABSENT, Host
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError
 from ringattn.ring import Ring
@@ -35,7 +41,7 @@ __all__ = ["RingCoreAttention"]
 
 HOST = Host(
     "megatron-core",
-    ("0.16",),
+    ("0.16", "0.17", "0.18", "0.19"),
     # The layer spec passes the arguments of Megatron's own class.
     parameters={
         "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__": (
@@ -46,18 +52,29 @@ HOST = Host(
             "query", "key", "value", "attention_mask", "attn_mask_type", "attention_bias", "packed_seq_params",
         ),
     },
-    # The layout of a ring must be the one in which Megatron shards a batch.
+    # The layout of a ring must be the one in which Megatron shards a batch. Since 0.18, the first function calls one of
+    # the next two for packed batches, and one of the last two, which `_refuse_documents` wraps, for others.
     sources={
-        "megatron.core.utils:get_batch_on_this_cp_rank": ("5dea4524",),
+        "megatron.core.utils:get_batch_on_this_cp_rank": ("5dea4524", "9751a048", "1979b132"),
+        "megatron.core.utils:get_sft_batch_on_this_cp_rank": (ABSENT, "1860fc46"),
+        "megatron.core.utils:_get_batch_on_this_cp_rank_per_document_balancing": (ABSENT, "5086dda5"),
+        "megatron.core.utils:get_pretrain_batch_on_this_cp_rank": (ABSENT, "0d44f5ec"),
+        "megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing": (ABSENT, "31d14119"),
         "megatron.core.transformer.utils:is_layer_window_attention": ("d723bc57",),
     },
 )  # fmt: skip
 HOST.require()
 
+_CUTS_WHOLE_ROWS = "get_pretrain_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_sequence_balancing"
+"""Megatron's functions that shard whole rows in zigzag, in 0.18 and since 0.19."""
+
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True,
            AttnMaskType.no_mask: False, AttnMaskType.padding: False}  # fmt: skip
 _SCHEDULES = {None: "auto", "p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses",
               "a2a+p2p": "ulysses_ring"}  # fmt: skip
+
+_SCALES_MTP = hasattr(multi_token_prediction, "process_mtp_loss")
+"""Whether Megatron scales the losses of several tokens ahead by the tokens of one rank: since 0.17."""
 
 
 class RingCoreAttention(MegatronModule):
@@ -80,7 +97,8 @@ class RingCoreAttention(MegatronModule):
 
     Raises:
         InputError: There is dropout or cross attention, `cp_comm_type` or `softmax_type` is unknown, or the config has
-            `qk_clip` or `log_max_attention_logit`.
+            `qk_clip` or `log_max_attention_logit`. From then on, Megatron's `get_batch_on_this_cp_rank` raises it for
+            several packed documents that it would shard as one sequence.
 
     Example:
         spec.submodules.self_attention.submodules.core_attention = RingCoreAttention
@@ -100,6 +118,7 @@ class RingCoreAttention(MegatronModule):
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
+        _refuse_documents()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise InputError(f"attention_dropout={dropout}: this class has no dropout; set attention_dropout=0.0")
@@ -174,7 +193,8 @@ class RingCoreAttention(MegatronModule):
 
         Raises:
             InputError: There is a mask or a bias, the mask type is not supported, the number of ranks of the group is
-                not `local_cp_size`, or tokens or documents do not form two equal chunks per rank; every rank raises.
+                not `local_cp_size`, tokens or documents do not form two equal chunks per rank, or there is
+                `mtp_num_layers` over several ranks since Megatron 0.17, or with padded documents; every rank raises.
             RingError: Other errors of `ring_of` and `Ring.attention`.
         """
         mask = attn_mask_type or self.attn_mask_type
@@ -188,6 +208,18 @@ class RingCoreAttention(MegatronModule):
                 raise InputError(
                     "attention_mask and attention_bias must be None: RingCoreAttention masks by attn_mask_type and by "
                     "packed_seq_params (--no-create-attention-mask-in-dataloader)"
+                )
+            if _SCALES_MTP and self.config.mtp_num_layers and ring.world_size > 1:
+                raise InputError(
+                    f"mtp_num_layers={self.config.mtp_num_layers}: since 0.17, Megatron Core scales this loss by the "
+                    "tokens of each rank, so it would differ from one process; set mtp_num_layers=None, or install "
+                    "megatron-core 0.16"
+                )
+            if params is not None and self.config.mtp_num_layers and _is_padded(params):
+                raise InputError(
+                    "mtp_num_layers with padded documents: Megatron shifts tokens and labels at the documents without "
+                    "padding (cu_seqlens_q), but the batch has them with padding; use lengths that are multiples of "
+                    "2 * cp"
                 )
             if mask not in _CAUSAL or (mask.name.startswith("padding") and not packed):
                 raise InputError(
@@ -217,6 +249,32 @@ class RingCoreAttention(MegatronModule):
         return None if self.softmax_offset is None else self.softmax_offset.to(query.device)
 
 
+def _refuse_documents() -> None:
+    """Replace Megatron's functions that shard whole rows, once, by functions that raise for packed documents."""
+    for name in _CUTS_WHOLE_ROWS:
+        cut = getattr(utils, name, None)
+        if cut is not None and not hasattr(cut, "__wrapped__"):
+            setattr(utils, name, _without_documents(cut))
+
+
+def _without_documents(cut: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(cut)
+    def checked(batch: dict[str, Any], cp_group: Any) -> Any:
+        cuts = batch.get("cu_seqlens") if batch.get("cu_seqlens_padded") is None else batch["cu_seqlens_padded"]
+        # Megatron fills `cu_seqlens` with copies of the length. The row of one document has the expected layout.
+        documents = 1 if cuts is None else cuts.unique().numel() - 1
+        if documents > 1 and torch.distributed.get_world_size(cp_group) > 1:
+            raise InputError(
+                f"a packed batch of {documents} documents would be sharded as one sequence, but attention over a ring "
+                "(and Megatron's rotary embeddings) expect shards of each document: leave out "
+                "use_per_sequence_balancing (--dataloader-inter-document-masking), or with is_hybrid_cp, pass one "
+                "document"
+            )
+        return cut(batch, cp_group=cp_group)
+
+    return checked
+
+
 def _check_size(ring: Ring, params: PackedSeqParams | None) -> None:
     """Raise `InputError` if the batch was cut for another number of ranks."""
     if params is not None and params.local_cp_size not in (None, ring.world_size):
@@ -224,6 +282,12 @@ def _check_size(ring: Ring, params: PackedSeqParams | None) -> None:
             f"packed_seq_params is for local_cp_size={int(params.local_cp_size)} ranks and its group has "
             f"{ring.world_size}: set the cp_group that cut the batch (local_cp_size=1 needs no group)"
         )
+
+
+def _is_padded(params: PackedSeqParams) -> bool:
+    """Return whether documents of a packed batch are followed by padding."""
+    padded = params.cu_seqlens_q_padded
+    return padded is not None and not torch.equal(padded, params.cu_seqlens_q)
 
 
 def _sequence(ring: Ring, tokens: int) -> Sequence:

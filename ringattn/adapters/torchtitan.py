@@ -12,7 +12,8 @@ Not covered: the loss, which torchtitan reduces over the `loss` mesh.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, TypeGuard
 
 import spmd_types
@@ -21,7 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.distributed.utils import get_spmd_backend
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
@@ -34,7 +41,7 @@ from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activation
 from ringattn.sequence import Sequence
 
-__all__ = ["RingAttention", "RingTrainerMixin", "prepare_context_parallel_input"]
+__all__ = ["RingAttention", "RingTrainerMixin", "over_ring", "prepare_context_parallel_input"]
 
 HOST = Host(
     "torchtitan",
@@ -43,11 +50,14 @@ HOST = Host(
         "q_BLNH", "k_BLNH", "v_BLNH", "scale", "enable_gqa"
     )},
     # The mixin replaces the first function. The second wraps attention modules of certain classes, which decides the
-    # class of `RingAttention`. The third applies the sharding config that `RingAttention.parallelize` has changed.
+    # class of `RingAttention`. The third applies the sharding config that `RingAttention.parallelize` has changed. The
+    # others make the masks that `over_ring` replaces: causal within each document.
     sources={
         "torchtitan.distributed.context_parallel:prepare_context_parallel_input": ("fab699aa",),
         "torchtitan.distributed.context_parallel:apply_cp_to_forward": ("0e522e84",),
         "torchtitan.protocols.module:Module.parallelize": ("abf8c45b",),
+        "torchtitan.models.common.decoder:Decoder.get_attention_masks": ("a6a321de",),
+        "torchtitan.models.common.decoder:Decoder._create_flex_attention_mask_for_document": ("5f158d55",),
     },
 )  # fmt: skip
 HOST.require()
@@ -298,6 +308,58 @@ class RingTrainerMixin:
         """
         close_rings()
         super().close()  # type: ignore[misc]  # of the Trainer after this mixin
+
+
+def over_ring(config: Any) -> Any:
+    """Return a Trainer's config with which it trains over rings of `context_parallel_degree` ranks.
+
+    Every inner attention of the model becomes a `RingAttention`, and the Trainer and its Validator get
+    `RingTrainerMixin`.
+
+    Args:
+        config: A config of torchtitan's Trainer or of a class derived from it. Its model config is changed in place.
+
+    Returns:
+        The config of the Trainer with the mixin.
+
+    Raises:
+        UnsupportedError: The model makes its own masks, or an inner attention is neither FlexAttention nor
+            VarlenAttention, whose masks end at the borders of documents.
+
+    Example:
+        def llama3_8b_over_ring():
+            return over_ring(llama3_8b())
+    """
+    model = config.model_spec.model
+    if getattr(model._owner, "get_attention_masks", None) is not Decoder.get_attention_masks:
+        raise UnsupportedError(
+            f"{model._owner.__name__} makes its own attention masks, which over_ring does not know; set "
+            "RingAttention.Config(window_size=...) as the inner_attention of its layers, and derive from "
+            "RingTrainerMixin, see docs/embedding-torchtitan.md"
+        )
+    for name, attention, _, _ in model.traverse(BaseAttention.Config):
+        inner = attention.inner_attention
+        if type(inner) not in (FlexAttention.Config, VarlenAttention.Config):
+            raise UnsupportedError(
+                f"{name} has the inner attention {type(inner)._owner.__name__}, whose packed documents attend to each "
+                "other; use torchtitan's FlexAttention or VarlenAttention, as with attn_backend='flex'"
+            )
+        attention.inner_attention = RingAttention.Config(window_size=getattr(inner, "window_size", (-1, 0)))
+    config = _with_mixin(config)
+    config.validator = _with_mixin(config.validator)
+    return config
+
+
+def _with_mixin(config: Any) -> Any:
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+    return _ring_class(type(config)._owner).Config(**values)
+
+
+@cache
+def _ring_class(kind: Any) -> Any:
+    """Return a class of torchtitan with `RingTrainerMixin`."""
+    settings: Any = dataclass(kw_only=True, slots=True)(type("Config", (kind.Config,), {}))
+    return type(kind.__name__, (RingTrainerMixin, kind), {"Config": settings, "__module__": kind.__module__})
 
 
 def _refuse(config: Any, inputs: Tensor) -> None:

@@ -142,15 +142,6 @@ class _RingTRLMixin(RingTrainerMixin):
         if getattr(host, "_is_vlm", False):
             raise UnsupportedError(f"{name} of a model with images: a rank has only a part of their tokens; train "
                                    "on text only, with the tokenizer as processing_class")  # fmt: skip
-        # TRL sets `aux_loss_enabled` from these two after Trainer's `__init__`, when this may already run.
-        text = base_of(host.model).config.get_text_config()
-        if getattr(text, "output_router_logits", None) is not None and (
-            getattr(host.args, "router_aux_loss_coef", 0.0) != 0.0
-        ):
-            raise UnsupportedError(
-                "router_aux_loss_coef: the router loss is computed from whole texts, but a rank has a part; set it to "
-                "0.0"
-            )
         refuse_logits(base_of(host.model), f"{name}, which computes metrics from them,")
 
     @contextmanager
@@ -230,8 +221,24 @@ class RingSFTMixin(_RingTRLMixin):
         # The count is among the inputs too, because a fused head computes the loss inside the model, and that loss has
         # to be this rank's part.
         inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        with self._sharing_metrics(), self._gathering(host.accelerator.gather if training else self._summed):
+        gather = host.accelerator.gather if training else self._summed
+        with self._sharing_metrics(), self._gathering(gather), self._averaging_router_losses():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+
+    @contextmanager
+    def _averaging_router_losses(self) -> Iterator[None]:
+        """Return a context for the loss of one batch, whose router loss in evaluation is the mean over ranks."""
+        host: Any = self
+        if host.model.training or not host.aux_loss_enabled:
+            yield
+            return
+        # TRL divides the router loss by the batches of a step if there is a count of labels, as in training.
+        steps, host.current_gradient_accumulation_steps = host.current_gradient_accumulation_steps, 1
+        try:
+            yield
+        finally:
+            host.current_gradient_accumulation_steps = steps
+        host._metrics["eval"]["aux_loss"][-1] /= self.ring.world_size  # `_summed` has added it up
 
     def _summed(self, count: Tensor) -> Tensor:
         """Sum a count over the ranks of the ring."""
@@ -270,6 +277,11 @@ class RingPreferenceMixin(_RingTRLMixin):
             raise UnsupportedError(
                 f"compute_metrics of {self._trl_trainer()} gets outputs that are not those of the texts that Trainer "
                 "counts; leave it out, and use TRL's own metrics"
+            )
+        if host.args.torch_compile and self._trl_trainer() == "RewardTrainer":
+            raise UnsupportedError(
+                "torch_compile of RewardTrainer: the compiler would trace the exchange between the ranks, which is "
+                "below the head; leave it out"
             )
 
     def _prepare_models(self) -> None:
@@ -502,12 +514,12 @@ class RingSFTTrainer(RingSFTMixin, SFTTrainer):
 
     Args:
         args: Arguments of TRL's SFTTrainer.
-        ring: The ring. Its ranks are consecutive processes.
+        ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of TRL's SFTTrainer, including `peft_config`.
 
     Raises:
-        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; a TRL other than 1.16.
+        UnsupportedError: What `RingTrainerMixin` refuses; images; a TRL other than 1.16.
 
     Example:
         RingSFTTrainer(model=model, args=SFTConfig(packing=True), train_dataset=texts, ring=ringattn.Ring()).train()
@@ -521,12 +533,12 @@ class RingDPOTrainer(RingPreferenceMixin, DPOTrainer):
 
     Args:
         args: Arguments of TRL's DPOTrainer.
-        ring: The ring. Its ranks are consecutive processes.
+        ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of TRL's DPOTrainer, including `ref_model` and `peft_config`.
 
     Raises:
-        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; compute_metrics; TRL other than 1.16.
+        UnsupportedError: What `RingTrainerMixin` refuses; images; compute_metrics; TRL other than 1.16.
 
     Example:
         RingDPOTrainer(model=model, args=DPOConfig(), train_dataset=pairs, ring=ringattn.Ring()).train()
@@ -540,12 +552,12 @@ class RingKTOTrainer(RingPreferenceMixin, KTOTrainer):
 
     Args:
         args: Arguments of TRL's KTOTrainer.
-        ring: The ring. Its ranks are consecutive processes.
+        ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of TRL's KTOTrainer, including `ref_model` and `peft_config`.
 
     Raises:
-        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; compute_metrics; TRL other than 1.16.
+        UnsupportedError: What `RingTrainerMixin` refuses; images; compute_metrics; TRL other than 1.16.
 
     Example:
         RingKTOTrainer(model=model, args=KTOConfig(), train_dataset=texts, ring=ringattn.Ring()).train()
@@ -560,7 +572,7 @@ class RingRewardTrainer(RingPreferenceMixin, RewardTrainer):
 
     Args:
         args: Arguments of TRL's RewardTrainer.
-        ring: The ring. Its ranks are consecutive processes.
+        ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of TRL's RewardTrainer, including `peft_config`.
 
@@ -579,12 +591,12 @@ class RingGRPOTrainer(RingGenerationMixin, GRPOTrainer):
 
     Args:
         args: Arguments of TRL's GRPOTrainer.
-        ring: The ring of all processes.
+        ring: The ring of all processes. None: that ring.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of TRL's GRPOTrainer, including `peft_config`.
 
     Raises:
-        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; vLLM, continuous batching, tools,
+        UnsupportedError: What `RingTrainerMixin` refuses; images; vLLM, continuous batching, tools,
             environments, rollouts and FSDP; several rings; TRL other than 1.16.
         InputError: The texts of a step are not a multiple of `num_generations`.
 
@@ -600,12 +612,12 @@ class RingRLOOTrainer(RingGenerationMixin, RLOOTrainer):
 
     Args:
         args: Arguments of TRL's RLOOTrainer.
-        ring: The ring of all processes.
+        ring: The ring of all processes. None: that ring.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of TRL's RLOOTrainer, including `peft_config`.
 
     Raises:
-        UnsupportedError: What `RingTrainerMixin` refuses; images; a router loss; vLLM, continuous batching, tools,
+        UnsupportedError: What `RingTrainerMixin` refuses; images; vLLM, continuous batching, tools,
             environments, rollouts and FSDP; several rings; TRL other than 1.16.
         InputError: The texts of a step are not a multiple of `num_generations`.
 

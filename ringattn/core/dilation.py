@@ -20,6 +20,7 @@ import numpy as np
 
 from ringattn.core.geometry import CAUSAL, FULL, MOST_TOKENS, StridedRange
 from ringattn.core.mask import Branch, Mask, check_causal
+from ringattn.core.rectangles import Rectangles, segments
 from ringattn.errors import InputError
 
 
@@ -71,18 +72,17 @@ class Dilated:
         #    head 0      x . x . x . x . | x . ...
         #    head 1      . x . x . x . x | . x ...
         bounds = documents or (0, length)
-        longest = max((stop - start for start, stop in pairwise(bounds)), default=0)
+        paired = [(start, stop, start, stop) for start, stop in pairwise(bounds)]
         band, branches = CAUSAL if self.causal else FULL, []
         for length, rate in zip(self.segment_lengths, self.dilation_rates, strict=True):
-            # A segment that is at least as long as every document cuts nothing. None gives equal masks for equal pairs.
-            segment = length if length < longest else None
+            rectangles = Rectangles(segments(paired, band, length))
             offsets = head_offsets(self.offset, rate, q_heads, kv_heads, self.layer or 0)
             # Consecutive heads with the same offset share a branch, so a branch has a single range of heads.
             for offset, members in groupby(range(q_heads), offsets.__getitem__):
                 heads = list(members)
                 # None stands for all heads, as in plain masks.
                 run = None if len(heads) == q_heads else StridedRange(heads[0], len(heads))
-                branches.append(Branch(bounds, bounds, band, run, segment, rate, offset))
+                branches.append(Branch(rectangles, run, rate, offset))
         return Mask(tuple(branches))
 
 

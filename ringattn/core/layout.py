@@ -14,14 +14,18 @@ from typing import Literal
 
 import numpy as np
 
-from ringattn.core.documents import placed, placed_at_once
-from ringattn.core.geometry import MOST_TOKENS, StridedRange
+from ringattn.core.geometry import CAUSAL, MOST_TOKENS, StridedRange
+from ringattn.core.mask import Mask
+from ringattn.core.placement import placed, placed_at_once
+from ringattn.core.rectangles import segments
 from ringattn.errors import InputError
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "per_document", "documents")
-LayoutName = Literal["auto", "contiguous", "zigzag", "striped", "per_document", "documents"]
+LayoutName = Literal["auto", "contiguous", "zigzag", "striped", "per_document", "documents", "mask"]
 OF_DOCUMENTS = ("per_document", "documents")
-"""The layouts that need documents: zigzag in each document, or whole documents if they fit (`core.documents`)."""
+"""The layouts that need documents: zigzag in each document, or whole documents if they fit (`core.placement`)."""
+PLACED = ("documents", "mask")
+"""The layouts that `core.placement` makes: for causal documents, or for the mask of the sequence."""
 PURPOSES = ("causal", "full", "window", "dilated")
 Purpose = Literal["causal", "full", "window", "dilated"]
 
@@ -31,9 +35,9 @@ class Layout:
     """The distribution of `length` tokens over `world_size` ranks.
 
     `cuts`: the document boundaries (0, ..., length) for a layout of `OF_DOCUMENTS`, otherwise (0, length). `at_once`
-    (only for "documents"): documents are placed for schedules that receive all rows at once, not for schedules whose
-    ranks wait for each other in every step. Equal fields mean equal shards, so hashing and comparing are cheap for any
-    number of ranges.
+    (only for `PLACED`): tokens are placed for schedules that receive all rows at once, not for schedules whose ranks
+    wait for each other in every step. `mask`: the mask for which "mask" places tokens. Equal fields mean equal shards,
+    so hashing and comparing are cheap for any number of ranges.
     """
 
     name: str
@@ -41,12 +45,14 @@ class Layout:
     world_size: int
     cuts: tuple[int, ...]
     at_once: bool = False
+    mask: Mask | None = None
 
     @cached_property
     def shards(self) -> tuple[tuple[StridedRange, ...], ...]:
         """The ranges of positions of each rank, in row order; empty ranges are left out."""
-        if self.name == "documents":
-            pieces = (placed_at_once if self.at_once else placed)(self.cuts, self.world_size)
+        if self.name in PLACED:
+            mask = causal_documents(self.cuts) if self.mask is None else self.mask
+            pieces = (placed_at_once if self.at_once else placed)(mask, self.length, self.world_size)
             return tuple(tuple(StridedRange(start, stop - start) for start, stop in shard) for shard in pieces)
         shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
         used = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
@@ -83,6 +89,11 @@ class Layout:
         return np.concatenate([self.positions(rank) for rank in range(self.world_size)])
 
 
+def causal_documents(cuts: tuple[int, ...]) -> Mask:
+    """Return the causal mask of documents with the boundaries `cuts` (0, ..., length)."""
+    return Mask.of(segments(((start, stop, start, stop) for start, stop in pairwise(cuts)), CAUSAL))
+
+
 def make_layout(
     name: str,
     length: int,
@@ -90,13 +101,14 @@ def make_layout(
     cu_seqlens: tuple[int, ...] | None = None,
     purpose: str = "causal",
     at_once: bool = False,
+    mask: Mask | None = None,
 ) -> Layout:
     """Return the layout called `name`, or for "auto" the layout that suits `purpose` (causal, full, window, dilated).
 
     `auto` is contiguous for window and dilated; otherwise per_document with documents, zigzag for causal, and
-    contiguous for full. `at_once` is used only for "documents".
-    Raises `InputError` for an unknown name or purpose, for a layout of documents without documents, and for more than
-    `MOST_TOKENS`.
+    contiguous for full. `at_once` is used only for `PLACED`, and `mask` only for "mask".
+    Raises `InputError` for an unknown name or purpose, for a layout of documents without documents, for "mask" without
+    a mask, and for more than `MOST_TOKENS`.
     """
     if length > MOST_TOKENS:
         raise InputError(f"length={length}: a sequence has at most {MOST_TOKENS} (2^50)")
@@ -110,9 +122,11 @@ def make_layout(
             if cu_seqlens
             else ("zigzag" if purpose == "causal" else "contiguous")
         )
-    if name not in LAYOUTS:
-        raise InputError(f"layout={name!r} is not known; choose auto or one of {', '.join(LAYOUTS)}")
+    if name not in LAYOUTS and name != "mask":
+        raise InputError(f"layout={name!r} is not known; choose auto or one of {', '.join(LAYOUTS)}, mask")
+    if name == "mask" and mask is None:
+        raise InputError("layout='mask' needs mask=, the mask for which tokens are placed")
     if name in OF_DOCUMENTS and cu_seqlens is None:
         raise InputError(f"layout={name!r} needs cu_seqlens=[0, ..., length]; without documents use 'zigzag'")
     cuts = cu_seqlens if name in OF_DOCUMENTS and cu_seqlens else (0, length)
-    return Layout(name, length, world_size, cuts, at_once and name == "documents")
+    return Layout(name, length, world_size, cuts, at_once and name in PLACED, mask if name == "mask" else None)

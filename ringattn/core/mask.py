@@ -1,36 +1,34 @@
-"""Masks: the allowed pairs (query, key). A mask is a sum of branches, each a band inside aligned segments.
+"""Masks: the allowed pairs (query, key). A mask is a sum of branches, each a table of rectangles with bands.
 
 Full, causal, windowed and document masks are single branches. Branches may have different heads. A pair that two
-branches allow for the same head counts twice, as in the mix of dilated branches; so plain masks have disjoint branches.
+branches, or two rectangles, allow for the same head counts twice, as in the mix of dilated branches; the rectangles of
+plain masks are disjoint.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from ringattn.core.geometry import FULL, MOST_TOKENS, UNBOUNDED, Band, StridedRange
+from ringattn.core.bounded_cache import bounded
+from ringattn.core.geometry import MOST_TOKENS, UNBOUNDED, Band, StridedRange
+from ringattn.core.rectangles import Rectangle, Rectangles, segments
 from ringattn.errors import InputError
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The pairs (q, k) in the same segment whose distance is in `band`, for the query heads in `heads` (None: all).
+    """The pairs of some rectangles, for the query heads in `heads` (None: all).
 
-    Part i has the q positions bounds[i]..bounds[i+1]-1 and the k positions kv_bounds[i]..kv_bounds[i+1]-1. A part is
-    one segment. With `segment`, each part is cut from its start into segments of this number of positions, of which the
-    last may be shorter. In each segment only the positions start + offset, start + offset + dilation, ... take part, as
-    queries and as keys. The distance of a pair is (q - start of the query segment) - (k - start of the key segment);
-    the two starts are equal unless K and V belong to another sequence.
+    In each rectangle only the positions start + offset, start + offset + dilation, ... take part, as queries and as
+    keys, where start is the first query or the first key of the rectangle.
     """
 
-    bounds: tuple[int, ...]
-    kv_bounds: tuple[int, ...]
-    band: Band = FULL
+    rectangles: Rectangles
     heads: StridedRange | None = None
-    segment: int | None = None
     dilation: int = 1
     offset: int = 0
 
@@ -47,6 +45,11 @@ class Mask:
     """A tuple of branches."""
 
     branches: tuple[Branch, ...]
+
+    @staticmethod
+    def of(rectangles: Iterable[Rectangle]) -> Mask:
+        """Return the mask of these rectangles, the same for all heads."""
+        return Mask((Branch(Rectangles(rectangles)),))
 
     def parts(self, q_heads: int, kv_heads: int) -> tuple[HeadPart, ...]:
         """Cut the K/V heads where a branch starts or ends, so that every branch reads all of a part or nothing."""
@@ -67,13 +70,14 @@ class Mask:
 
 
 class Frame(NamedTuple):
-    """The input of `lower`: the documents of queries and keys, and the band that `causal` and `window` allow."""
+    """The input of `lower`: the documents of queries and keys, the band that `causal` and `window` allow, the heads."""
 
     bounds: tuple[int, ...]
     kv_bounds: tuple[int, ...]
     band: Band
     causal: bool
     windowed: bool
+    q_heads: int
 
     @property
     def documents(self) -> list[tuple[int, int, int, int]]:
@@ -89,6 +93,12 @@ class AttentionMask(ABC):
 
     text: str
     """The mask as a word, which `masks.from_text` parses."""
+    by_depth: ClassVar[bool] = False
+    """Whether distances count along the paths of a tree, not in packed positions, so that ALiBi is refused."""
+    takes_causal: ClassVar[bool] = True
+    """Whether the mask combines with `causal`."""
+    q_heads: ClassVar[int | None] = None
+    """The number of query heads that the mask needs, or None for any."""
 
     @abstractmethod
     def lower(self, frame: Frame) -> Mask:
@@ -112,10 +122,10 @@ class Banded:
         q_heads: int,
         kv_heads: int,
     ) -> Mask:
-        """Return the mask over these sequences, the same for all heads."""
+        """Return the mask over these sequences."""
         return make_mask(
             length, kv_length, causal=self.causal, window=self.window, mask=self.within, documents=documents,
-            kv_documents=kv_documents,
+            kv_documents=kv_documents, q_heads=q_heads,
         )  # fmt: skip
 
 
@@ -128,6 +138,7 @@ def make_mask(
     mask: AttentionMask | None = None,
     documents: tuple[int, ...] | None = None,
     kv_documents: tuple[int, ...] | None = None,
+    q_heads: int = 1,
 ) -> Mask:
     """Return the mask of one call. `window` = (left, right) tokens in addition to the query's; None or -1: unbounded.
 
@@ -153,12 +164,17 @@ def make_mask(
     #    q - k:   -right . . . 0 . . . left
     band = Band(0 if causal else -right, left)
     # Without documents each sequence is one part, from 0 to its length.
-    bounds, kv_bounds = documents or (0, length), kv_documents or (0, kv_length)
+    frame = Frame(documents or (0, length), kv_documents or (0, kv_length), band, causal, window is not None, q_heads)
     if mask is None:
-        return Mask((Branch(bounds, kv_bounds, band),))
+        return Mask.of(segments(frame.documents, band))
     if not isinstance(mask, AttentionMask):
         raise InputError(f"mask={mask!r} is not a mask; make one with ringattn.masks, for example masks.chunked(8192)")
-    return mask.lower(Frame(bounds, kv_bounds, band, causal, window is not None))
+    return _lowered(mask, frame)
+
+
+@bounded
+def _lowered(mask: AttentionMask, frame: Frame) -> Mask:
+    return mask.lower(frame)
 
 
 def check_causal(causal: object) -> None:

@@ -24,7 +24,8 @@ class Problem:
 
     `wire_dtype`: the dtype in which dK and dV are sent; None: the accumulator dtype. `kv_wire_dtype`: the dtype in
     which K and V are sent, one of `EIGHT_BIT`; None: `dtype`. `out_wire_dtype`: the dtype in which partial outputs are
-    sent; None: the accumulator dtype.
+    sent; None: the accumulator dtype. `latent_dims`: the sizes of a rotary key and of a latent, if these are stored
+    and sent in place of K and V, and every step expands them into the K and V of all heads; None: K and V are sent.
     """
 
     q_layout: Layout
@@ -39,6 +40,7 @@ class Problem:
     wire_dtype: str | None = None
     kv_wire_dtype: str | None = None
     out_wire_dtype: str | None = None
+    latent_dims: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Raise `InputError` if the facts contradict each other."""
@@ -56,6 +58,11 @@ class Problem:
                 raise InputError(f"{name}={size}, where attention needs at least 1")
         if self.q_heads % self.kv_heads:
             raise InputError(f"q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}")
+
+    @property
+    def record_dims(self) -> tuple[int, int]:
+        """The sizes of the two vectors of a K/V record: K and V, or a rotary key and a latent."""
+        return self.latent_dims or (self.head_dim, self.value_dim)
 
     @property
     def world_size(self) -> int:

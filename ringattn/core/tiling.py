@@ -1,15 +1,14 @@
 """The tiling: turn masks on layouts into tiles, for all ranks together.
 
-The ranges of a shard are cut at segment borders into *pieces*. Query and key pieces of the same segment form pairs;
-each pair is clipped by the band to the rows that have a partner. Everything is integer arithmetic on arrays, so that
-64 ranks and 64 documents take milliseconds. It is exact: a row is in a clipped piece if and only if some allowed pair
-needs it.
+The ranges of a shard are cut at the rectangles of the mask into *pieces*; a *segment* is the number of a rectangle.
+Query and key pieces of the same segment form pairs; each pair is clipped by the band to the rows that have a partner.
+Everything is integer arithmetic on arrays, so that 64 ranks and 64 documents take milliseconds. It is exact: a row is
+in a clipped piece if and only if some allowed pair needs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from math import gcd
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from ringattn.core.geometry import UNBOUNDED, Band, StridedRange, Tile, TokenRan
 from ringattn.core.layout import Layout
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
+from ringattn.core.rectangles import Rectangles
 
 Ints = np.ndarray
 """An int64 array."""
@@ -174,7 +174,10 @@ class TileTable:
 
 
 class Pieces(NamedTuple):
-    """Ranges of positions, each inside one segment: arrays of equal length, ordered by rank and first row."""
+    """Ranges of positions, each in one rectangle: arrays of equal length, ordered by rank and first row.
+
+    `segment`: the number of the rectangle.
+    """
 
     rank: Ints
     segment: Ints
@@ -194,73 +197,87 @@ class Pieces(NamedTuple):
         return self.start + (self.size - 1) * self.stride
 
 
-@bounded
-def edges_of(bounds: tuple[int, ...], segment: int | None) -> Ints:
-    """Return the first positions of all segments, then the length.
+class Runs(NamedTuple):
+    """The ranges of all shards of a layout, ordered by start. `row`: their first row in the shard of `rank`.
 
-    Each part of `bounds` is a segment; with `segment`, it is cut into segments of this number of positions.
+    `reach`: the largest last position of a range and of all ranges before it.
     """
-    if segment is None:
-        return np.array(bounds, np.int64)
-    # Segments restart at each document, so the last segment of a document may be shorter.
-    starts = [np.arange(start, stop, segment, dtype=np.int64) for start, stop in pairwise(bounds)]
-    return np.concatenate([*starts, np.array(bounds[-1:], np.int64)])
 
-
-def spanned(layout: Layout, bounds: tuple[int, ...], segment: int | None) -> int:
-    """Return an upper bound on the number of pieces that `cut` makes, without making them and ignoring dilation."""
-    runs = np.array([run for shard in layout.shards for run in shard], np.int64).reshape(-1, 3)
-    edges: Ints = np.array(bounds, np.int64)
-    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
-    step = lengths if segment is None else np.full_like(lengths, segment)
-    # -(-a // b) is a / b rounded up, here and below.
-    segments = np.ones_like(lengths) if segment is None else -(-lengths // segment)
-    # Exclusive cumsum: the number of segments before each document.
-    before = np.cumsum(segments) - segments
-
-    def segment_at(positions: Ints) -> Ints:
-        part = np.searchsorted(starts, positions, side="right") - 1
-        return before[part] + (positions - starts[part]) // step[part]
-
-    # A range with its ends in segments a and b is cut into at most b - a + 1 pieces, one per segment.
-    start, count, stride = runs.T
-    return int((segment_at(start + (count - 1) * stride) - segment_at(start) + 1).sum())
+    rank: Ints
+    start: Ints
+    count: Ints  # type: ignore[assignment]  # ranges count members, not occurrences
+    stride: Ints
+    row: Ints
+    reach: Ints
 
 
 @bounded
-def cut(
-    layout: Layout, bounds: tuple[int, ...], segment: int | None = None, dilation: int = 1, offset: int = 0
-) -> Pieces:
-    """Return the positions of all shards of `layout` that a branch uses (see `Branch`), cut at segment borders."""
-    runs = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
-    # One line for each range of each shard; all ranks are in one array.
-    rank, start, count, stride = np.array(runs, np.int64).reshape(-1, 4).T
+def runs_of(layout: Layout) -> Runs:
+    """Return the ranges of all shards of `layout`."""
+    ranges = [(rank, *run) for rank, shard in enumerate(layout.shards) for run in shard]
+    rank, start, count, stride = np.array(ranges, np.int64).reshape(-1, 4).T
     # Rows count from the start of the rank's shard: exclusive cumsum minus the tokens of all earlier ranks.
     row = np.cumsum(count) - count
     row -= np.concatenate([[0], np.cumsum(layout.counts)])[rank]
-    edges = edges_of(bounds, segment)
-    # Range r touches the segments first[r] .. first[r] + spans[r] - 1; pieces of empty segments are dropped below.
-    #    edges   |0      |8      |16     |24
-    #    range      4 . . . . . . . . 20         first 0, spans 3
-    #    pieces     4..7 | 8..15 | 16..20
-    first = np.searchsorted(edges, start, side="right") - 1
-    spans = np.searchsorted(edges, start + (count - 1) * stride, side="right") - first
-    # source: the range that a piece is cut from; segments: the piece's segment, counted up within each range.
-    source = np.repeat(np.arange(len(rank)), spans)
-    segments = np.arange(len(source)) - np.repeat(np.cumsum(spans) - spans, spans) + first[source]
-    rank, start, count, stride, row = rank[source], start[source], count[source], stride[source], row[source]
-    # Indices into the range: the first member at or past the segment's start, and at or past its end.
-    # -((a - b) // s) is (b - a) / s rounded up.
-    begin = np.maximum(0, -((start - edges[segments]) // stride))
-    end = np.minimum(count, -((start - edges[segments + 1]) // stride))
+    order = np.argsort(start, kind="stable")
+    rank, start, count, stride, row = (column[order] for column in (rank, start, count, stride, row))
+    return Runs(rank, start, count, stride, row, np.maximum.accumulate(start + (count - 1) * stride))
+
+
+def _between(runs: Runs, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Return for each interval start .. stop - 1 the runs (first, end) among which are all that overlap it."""
+    return np.searchsorted(runs.reach, start), np.searchsorted(runs.start, stop)
+
+
+def spanned(layout: Layout, rectangles: Rectangles, *, keys: bool) -> int:
+    """Return an upper bound on the number of pieces that `cut` makes, without making them and ignoring dilation."""
+    runs, array = runs_of(layout), rectangles.array
+    start, stop = array[:, 2:4].T if keys else array[:, :2].T
+    copies, period = array[:, 6], array[:, 7]
+    first, end = _between(runs, start, stop + (copies - 1) * period)
+    # A run overlaps an interval unless it starts after it or ends before it.
+    lasts = np.sort(runs.start + (runs.count - 1) * runs.stride)
+    total = int((np.searchsorted(runs.start, stop) - np.searchsorted(lasts, start))[copies == 1].sum())
+    for n in np.flatnonzero(copies > 1).tolist():
+        # A range overlaps the copies from that of its first position to that of its last position.
+        met = slice(int(first[n]), int(end[n]))
+        range_start = runs.start[met] - start[n]
+        range_last = range_start + (runs.count[met] - 1) * runs.stride[met]
+        total += int((np.minimum(range_last // period[n], copies[n] - 1)
+                      - np.maximum(range_start // period[n], 0) + 1).sum())  # fmt: skip
+    return total
+
+
+@bounded
+def cut(layout: Layout, rectangles: Rectangles, dilation: int = 1, offset: int = 0, *, keys: bool = False) -> Pieces:
+    """Return the positions of all shards of `layout` that a branch uses (see `Branch`), cut at its rectangles.
+
+    A position is in several pieces if it belongs to several rectangles.
+    """
+    runs = runs_of(layout)
+    start, stop = rectangles.expanded[:, 2:4].T if keys else rectangles.expanded[:, :2].T
+    # Rectangle r may overlap the runs first[r] .. end[r] - 1; the others give empty pieces, dropped below.
+    #    runs           0..3  4..7  8..11
+    #    rectangle          2 . . . 9           first 0, end 3
+    #    pieces             2..3  4..7  8..9
+    first, end = _between(runs, start, stop)
+    spans = np.maximum(0, end - first)
+    segment = np.repeat(np.arange(len(spans)), spans)
+    source = np.arange(len(segment)) - np.repeat(np.cumsum(spans) - spans - first, spans)
+    rank, run_start, count, stride, row, _ = (column[source] for column in runs)
+    # Indices into the run: the first member at or past the rectangle's start, and at or past its end.
+    # -((a - b) // s) is (b - a) / s rounded up, here and below.
+    begin = np.maximum(0, -((run_start - start[segment]) // stride))
+    end = np.minimum(count, -((run_start - stop[segment]) // stride))
     step = np.ones_like(stride)
     if dilation > 1:
-        # Only every dilation-th position of a segment takes part, counted from its start plus the offset.
-        begin, step = _dilated_indices(edges[segments] + offset - start, stride, dilation, begin, end)
+        # Only every dilation-th position of a rectangle takes part, counted from its start plus the offset.
+        begin, step = _dilated_indices(start[segment] + offset - run_start, stride, dilation, begin, end)
     # The number of members from begin to end - 1 at this step, rounded up; zero or negative if there are none.
     size = -((begin - end) // step)
-    pieces = Pieces(rank, segments, start + begin * stride, stride * step, size, row + begin, step)
-    return pieces.take(np.flatnonzero(size > 0))
+    pieces = Pieces(rank, segment, run_start + begin * stride, stride * step, size, row + begin, step)
+    pieces = pieces.take(np.flatnonzero(size > 0))
+    return pieces.take(np.lexsort((pieces.segment, pieces.row, pieces.rank)))
 
 
 def _dilated_indices(target: Ints, stride: Ints, dilation: int, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -285,24 +302,25 @@ def _dilated_indices(target: Ints, stride: Ints, dilation: int, begin: Ints, end
 
 def pieces_of(layout: Layout, branch: Branch, *, keys: bool) -> Pieces:
     """Return the pieces of a layout that a branch uses as queries, or with `keys` as keys."""
-    bounds = branch.kv_bounds if keys else branch.bounds
-    return cut(layout, bounds, branch.segment, branch.dilation, branch.offset)
+    return cut(layout, branch.rectangles, branch.dilation, branch.offset, keys=keys)
 
 
 def meeting_pieces(problem: Problem, branch: Branch) -> tuple[Pieces, Pieces]:
-    """Return the pieces of a branch as queries and as keys, with equal strides if its band is bounded on both sides."""
+    """Return the pieces of a branch as queries and as keys, with equal strides where a band has two bounds."""
     q, k = pieces_of(problem.q_layout, branch, keys=False), pieces_of(problem.kv_layout, branch, keys=True)
-    if branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED or problem.q_layout == problem.kv_layout:
+    one_sided = branch.rectangles.one_sided
+    if one_sided.all() or problem.q_layout == problem.kv_layout:
         return q, k
     # One of two sequences may be striped and the other not. A narrow band may then miss all positions of a piece, which
     # the ends of its rows do not show. With equal strides this can be computed (see `partners`).
-    strides = np.unique(np.concatenate([q.stride, k.stride]))
+    cut_q, cut_k = (~one_sided[pieces.segment] for pieces in (q, k))
+    strides = np.unique(np.concatenate([q.stride[cut_q], k.stride[cut_k]]))
     stride = int(np.lcm.reduce(strides)) if len(strides) else 1
-    return _at_stride(q, stride), _at_stride(k, stride)
+    return _at_stride(q, np.where(cut_q, stride, q.stride)), _at_stride(k, np.where(cut_k, stride, k.stride))
 
 
-def _at_stride(pieces: Pieces, stride: int) -> Pieces:
-    """Cut each piece into its residue classes modulo `stride`, a multiple of the piece's stride."""
+def _at_stride(pieces: Pieces, stride: Ints) -> Pieces:
+    """Cut each piece into its residue classes modulo its number in `stride`, a multiple of the piece's stride."""
     times = stride // pieces.stride
     source = np.repeat(np.arange(len(times)), times)
     # The index of a class within its piece: arange minus the exclusive cumsum, as in `cut`.
@@ -367,7 +385,7 @@ def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, In
     """
     # Join on the segment. Queries are sorted by segment, so those of segment s are first[s] .. first[s + 1] - 1.
     q = q.take(np.argsort(q.segment, kind="stable"))
-    first = np.searchsorted(q.segment, np.arange(len(edges_of(branch.bounds, branch.segment))))
+    first = np.searchsorted(q.segment, np.arange(len(branch.rectangles) + 1))
     partners_of = (first[1:] - first[:-1])[k.segment]
     # Repeat each key piece once for every query piece of its segment; ki and qi index the two sides of a pair:
     #    key piece      A B C     segments of A B C: 0 0 1
@@ -396,10 +414,7 @@ def _clipped_pairs(q: Pieces, k: Pieces, branch: Branch) -> tuple[Ints, Ints, In
 
 def band_of(branch: Branch, segment: Ints) -> tuple[Ints, Ints]:
     """Return the bounds (lo, hi) of q - k for pieces of these segments, in positions."""
-    starts, kv_starts = (edges_of(bounds, branch.segment)[:-1] for bounds in (branch.bounds, branch.kv_bounds))
-    # Distances count from the starts of the two segments: (q - start) - (k - kv_start) in band.
-    shift = (starts - kv_starts)[segment]
-    return shift + branch.band.lo, shift + branch.band.hi
+    return branch.rectangles.expanded[segment, 4], branch.rectangles.expanded[segment, 5]
 
 
 def partners(k: Pieces, q_start: Ints, q_last: Ints, lo: Ints, hi: Ints) -> tuple[Ints, Ints]:

@@ -91,8 +91,14 @@ def describe_forms(arch: int, dtype: torch.dtype, dims: tuple[int, int], options
     """Describe the form that runs by default, and why a better form does not support the call."""
     form = configs_for(arch, dtype, max(dims)).forward.form
     if why := gluon_lacks(arch, dtype, dims, options):
-        return f"forward by the form {form} ({why})"
-    return f"forward by the form gluon, or {form} for tensors that it cannot read"
+        return f"forward uses form {form} ({why})"
+    return f"forward uses form gluon, or {form} for tensors that gluon cannot read"
+
+
+def default_form(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Options) -> str:
+    """Return the form that runs by default, for tensors that it can read."""
+    missing = gluon_lacks(arch, dtype, dims, options)
+    return configs_for(arch, dtype, max(dims)).forward.form if missing else "gluon"
 
 
 def nearest(capability: tuple[int, int]) -> int | None:
@@ -116,4 +122,4 @@ def on_device(capability: tuple[int, int]) -> str:
 
 
 def _refused(why: str) -> UnsupportedError:
-    return UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave the form to the table")
+    return UnsupportedError(f"engine 'triton' with form='gluon': {why}; leave form unset")

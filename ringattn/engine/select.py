@@ -1,8 +1,11 @@
 """The choice of the engine that computes a call, with its reason.
 
-Guarantees: a named engine runs or is refused with a reason, before any rank communicates. `auto` chooses aten for calls
-without options of the softmax. For options, which aten does not support, it chooses triton on a GPU if triton supports
-the call, and otherwise plain, which supports every option.
+Guarantees: a named engine runs or is refused with a reason, before any rank communicates. For calls without options of
+the softmax, `auto` chooses aten or triton: the one with the least predicted time for a forward and a backward pass, if
+the rates of both are known on this GPU (`rates`), and otherwise aten. For options, which aten does not support, it
+chooses triton on a GPU if triton supports the call, and otherwise plain, which supports every option.
+Not predicted: exchanges that no free multiprocessor can overlap, and merging the results of ring steps. `auto` does not
+choose fa3 and fa4, because they have not run on a GPU here.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from ringattn.engine.aten import AtenEngine
 from ringattn.engine.base import OPTIONAL, Engine, Softmax
 from ringattn.engine.flash import NEEDS, flash_engine
 from ringattn.engine.plain import PlainEngine
+from ringattn.engine.rates import rate_of
 from ringattn.errors import UnsupportedError
 
 ENGINES = ("auto", "aten", "plain", "triton", *NEEDS)
@@ -33,7 +37,6 @@ class Choice(NamedTuple):
     why: str
 
 
-@cache
 def choose(
     name: str,
     device: torch.device,
@@ -48,23 +51,34 @@ def choose(
     `softmax`: None for a call without options. `sm_margin`: multiprocessors to leave free, if the engine's kernels can.
     Raises `UnsupportedError` if a named engine does not support the call.
     """
-    call = _Call(device, dtype, (d_k, d_v), softmax or Softmax(1.0), sm_margin)
-    choice = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: asked for by name")
+    # The flag decides which kernels of torch run. It may change between calls.
+    repeats = torch.are_deterministic_algorithms_enabled()
+    return _choose(name, _Call(device, dtype, (d_k, d_v), softmax or Softmax(1.0), sm_margin, repeats))
+
+
+@cache
+def _choose(name: str, call: _Call) -> Choice:
+    """Return the choice for a call; see `choose`."""
+    choice = _first_in_order(call) if name == "auto" else Choice(_engine(name, call), f"{name}: chosen by name")
     if choice.engine.name == "triton":
         choice = choice._replace(why=f"{choice.why}; {_forms(call)}")
-    if sm_margin and not choice.engine.sm_margin:
+    if call.sm_margin and not choice.engine.sm_margin:
         return choice._replace(why=f"{choice.why}; it leaves no multiprocessor free for exchanges")
     return choice
 
 
 class _Call(NamedTuple):
-    """The properties of a call that decide which engines support it. `dims`: of keys and of values."""
+    """The properties of a call that decide which engines support it. `dims`: of keys and of values.
+
+    `repeats`: torch must use deterministic algorithms.
+    """
 
     device: torch.device
     dtype: torch.dtype
     dims: tuple[int, int]
     softmax: Softmax
     sm_margin: int
+    repeats: bool
 
     @property
     def dim(self) -> int:
@@ -102,7 +116,7 @@ def _first_in_order(call: _Call) -> Choice:
     """Return the choice of `auto`."""
     options = call.softmax.options()
     if not options:
-        return Choice(AtenEngine(call.device), _why_aten(call))
+        return _fastest(call) or Choice(AtenEngine(call.device), _why_aten(call))
     options_text = [OPTION_NAMES[name] for name in options]
     if call.device.type != "cuda":
         return Choice(PlainEngine(), f"plain: no fused kernel supports {options_text[0]} on {call.place}")
@@ -113,10 +127,40 @@ def _first_in_order(call: _Call) -> Choice:
         return Choice(PlainEngine(), f"plain: no fused kernel here supports {requested} ({error})")
 
 
+def _fastest(call: _Call) -> Choice | None:
+    """Return the choice between aten and triton by the least predicted time.
+
+    Return None if the rate of one of them is not known on this GPU, or if triton does not support the call.
+    """
+    if call.device.type != "cuda" or call.dims[0] != call.dims[1]:
+        return None
+    op, gpu = aten.choose(call.device, call.dtype, call.dim), torch.cuda.get_device_name(call.device)
+    of_aten = None if op is None else rate_of(gpu, op.name, call.dim)
+    if op is None or of_aten is None:
+        return None
+    try:
+        engine = _triton(call)
+    except UnsupportedError:
+        return None
+    form = _form(call)
+    of_triton = rate_of(gpu, form, call.dim, call.sm_margin)
+    if of_triton is None:
+        return None
+    rates = {f"aten ({op.name})": of_aten, f"triton ({form})": of_triton}
+    compared = ", ".join(f"{name} {rate.both:.0f}" for name, rate in rates.items())
+    sources = "; ".join(dict.fromkeys(f"{rate.source}" for rate in rates.values()))
+    chosen = "triton" if of_triton.both > of_aten.both else "aten"
+    why = (
+        f"{chosen}: least predicted time on {gpu}, head_dim {call.dim}, forward and backward, in TFLOP/s: "
+        f"{compared} ({sources})"
+    )
+    return Choice(engine if chosen == "triton" else AtenEngine(call.device), why)
+
+
 def _why_aten(call: _Call) -> str:
     what = f"{call.inputs}, head_dim {call.dim} on {call.place}"
     if aten.choose(call.device, call.dtype, call.dim) is None:
-        return f"aten: torch has no fused kernel for {what}, so it computes as plain does"
+        return f"aten: torch has no fused kernel for {what}, so it uses the same operations as plain"
     if call.device.type == "cpu":
         return "aten: the only fused kernels for cpu"
     return f"aten: torch has a fused kernel for {what}"
@@ -142,6 +186,13 @@ def _triton(call: _Call) -> Engine:
         raise UnsupportedError(why)
     triton.architecture(call.device)  # raises for a GPU that is too old
     return triton.TritonEngine(sm_margin=call.sm_margin)
+
+
+def _form(call: _Call) -> str:
+    """Return the form of ringattn's own kernels that runs forward, for tensors that it can read."""
+    from ringattn.engine import forms, triton
+
+    return forms.default_form(triton.architecture(call.device), call.dtype, call.dims, tuple(call.softmax.options()))
 
 
 def _forms(call: _Call) -> str:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from ringattn.core.geometry import Tile
 from ringattn.engine.base import KV, Accumulating, BackwardInputs, Output, Sizes, Softmax, SoftmaxState, Visit
@@ -55,6 +56,7 @@ from ringattn.kernels.launch import (
     Operands,
     Repeat,
     Table,
+    compiler_missing,
     layouts,
     usable,
 )
@@ -259,7 +261,7 @@ class TritonEngine(Accumulating):
             # Make the table on the host, because the device may be short of memory when this is called.
             table = tables_of(config, torch.device("cpu")).steps[work.step]
             programs, gluon = grid_of(table, sizes.batch, None)[0], config.form == "gluon"
-            if self.sm_margin or (gluon and not backward):
+            if self.sm_margin or gluon:
                 # A multiprocessor runs at most one Gluon program, or two programs of the other forms (256 threads).
                 programs = min(programs, usable(device.index or 0, self.sm_margin) * (1 if gluon else 2))
             most = max(most, programs * (DESCRIPTORS[config.form] + more * gluon) * DESCRIPTOR_BYTES)
@@ -320,7 +322,7 @@ class TritonEngine(Accumulating):
             configs = configs_for(arch, q.dtype, dim, self._form)
             return with_dropout(configs) if "dropout_p" in options else configs
         except LookupError as error:
-            raise UnsupportedError(f"engine 'triton': {error}; leave the form to the table") from error
+            raise UnsupportedError(f"engine 'triton': {error}; leave form unset") from error
 
 
 def _uninitialized(q: Tensor, dim: int, alone: bool) -> Output:
@@ -379,9 +381,22 @@ def too_steep(softmax: Softmax) -> str | None:
 
 def missing(device: torch.device) -> str | None:
     """Return why this engine cannot run on `device`, or None if it can."""
-    if device.type == "cuda" or triton.knobs.runtime.interpret:
+    if triton.knobs.runtime.interpret:
         return None
-    return f"engine='triton' needs a CUDA device, not {device}; use engine='auto' or engine='plain'"
+    if device.type != "cuda":
+        return f"engine='triton' needs a CUDA device, not {device}; use engine='auto' or engine='plain'"
+    if (why := compiler_missing()) and not _driver_starts():
+        return f"engine='triton': {why}; or use engine='auto'"
+    return None
+
+
+@cache
+def _driver_starts() -> bool:
+    """Return whether Triton's driver starts, which needs no compiler if its C code is in Triton's cache."""
+    try:
+        return bool(driver.active.utils)
+    except Exception:
+        return False
 
 
 # --- block tables of a pass ------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Layer(nn.Module):
         """Return the bytes of the layer's weights.
 
         Returns:
-            The figures by name; empty for layers without projections.
+            The figures by name; empty for layers without weights.
         """
         return {}
 

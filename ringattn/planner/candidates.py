@@ -16,7 +16,7 @@ import numpy as np
 
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import TileTable, edges_of, meeting_pieces, pieces_of, spanned, tiles_of
+from ringattn.core.tiling import TileTable, meeting_pieces, pieces_of, spanned, tiles_of
 from ringattn.errors import InputError, PlanError
 from ringattn.planner.cluster import REFERENCE, Cluster, LinkClass, attention_s, call_work, work_s
 from ringattn.planner.plan import Plan, record_bytes
@@ -63,6 +63,9 @@ its plans take 0.2 s each on four ranks.
 PLAYED_PIECES = 1024
 """Most pieces of layouts and documents for which all ranks are planned: the call waits for these plans."""
 
+SENDS_QUERIES = "sends queries, but latents are expanded by the rank that has the queries"
+"""Why a schedule does not compute attention over latents."""
+
 PlanOf = Callable[[Problem, Route, int, bool], Plan]
 
 
@@ -96,12 +99,12 @@ def followed(problem: Problem, cluster: Cluster) -> bool:
     """Return whether "auto" uses predictions; never for packed documents on a recognised cluster (decision 0026)."""
     if not is_named(cluster) or not playable(problem):
         return False
-    return not (cluster.recognised and any(len(branch.bounds) > 2 for branch in problem.mask.branches))
+    return not (cluster.recognised and any(len(branch.rectangles) > 1 for branch in problem.mask.branches))
 
 
 def playable(problem: Problem) -> bool:
     """Return whether the problem is small enough to plan all ranks when a schedule is chosen."""
-    pieces = sum(spanned(problem.q_layout, branch.bounds, branch.segment) for branch in problem.mask.branches)
+    pieces = sum(spanned(problem.q_layout, branch.rectangles, keys=False) for branch in problem.mask.branches)
     return problem.world_size <= PLAYED_RANKS and pieces <= PLAYED_PIECES
 
 
@@ -180,6 +183,8 @@ def _weighed(
         return out("a single rank sends nothing")
     if why := route.why_not(problem, len(set(map(cluster.node_of, range(problem.world_size))))):
         return out(why)
+    if route.moves_queries and problem.latent_dims:
+        return out(SENDS_QUERIES)
     if route.moves_queries:
         least, tiles = least_s(problem, cluster), _single_tiles(problem)
         quick = problem.world_size <= 4 and tiles <= PLACED_TILES
@@ -219,7 +224,7 @@ def how_chosen(weighed: tuple[Candidate, ...], problem: Problem, cluster: Cluste
         return "the fastest by a closed form for sparse reads"
     if problem.q_layout.at_once and not weighed:
         return (
-            "sends all rows at once, because documents are placed for that; chosen by mask and bytes if a rank "
+            "sends all rows at once, because tokens are placed for that; chosen by mask and bytes if a rank "
             "cannot hold all rows"
         )
     if not is_named(cluster):
@@ -302,7 +307,7 @@ def by_closed_form(problem: Problem, cluster: Cluster) -> dict[str, float]:
     nodes = [cluster.node_of(rank) for rank in range(ranks)]
     inner = ranks // len(set(nodes))
     totals = counts(problem)
-    halved = 2 if all(branch.band.lo >= 0 for branch in problem.mask.branches) else 1  # a causal mask
+    halved = 2 if all(branch.rectangles.is_causal for branch in problem.mask.branches) else 1  # a causal mask
     work = attention_s(problem, (totals.local_pairs + totals.remote_pairs) / ranks / halved, cluster)
     block = max(problem.kv_layout.counts) * problem.kv_heads * record_bytes(problem, problem.kv_dtype)
     near = max(cluster.travel_s(kind, block, block) for kind in cluster.classes_inside())
@@ -387,7 +392,7 @@ def _across(k: np.ndarray, joins: np.ndarray, nodes: np.ndarray) -> tuple[np.nda
 def _by_segment(problem: Problem, branch: Branch, keys: bool) -> np.ndarray:
     """Return the number of query rows, or key rows if `keys`, of each segment (axis 0) on each rank (axis 1)."""
     pieces = pieces_of(problem.kv_layout if keys else problem.q_layout, branch, keys=keys)
-    table = np.zeros((len(edges_of(branch.bounds, branch.segment)), problem.world_size))
+    table = np.zeros((len(branch.rectangles), problem.world_size))
     np.add.at(table, (pieces.segment, pieces.rank), pieces.size)
     return table
 
@@ -457,9 +462,9 @@ def excess(problem: Problem, by_head: bool = False, groups: int = 1) -> str | No
     """
     name, ranks = problem.q_layout.name, problem.world_size
     pieces = sum(
-        spanned(layout, bounds, branch.segment)
+        spanned(layout, branch.rectangles, keys=keys)
         for branch in problem.mask.branches
-        for layout, bounds in ((problem.q_layout, branch.bounds), (problem.kv_layout, branch.kv_bounds))
+        for layout, keys in ((problem.q_layout, False), (problem.kv_layout, True))
     )
     if pieces > 2 * MOST_PIECES:  # queries and keys
         return (

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from ringattn.core.bounded_cache import bounded
 from ringattn.core.problem import ITEM_BYTES, Problem
+from ringattn.errors import InputError
 from ringattn.planner.candidates import (
     RING,
+    SENDS_QUERIES,
     STAGE_AT_MOST,
     Candidate,
     by_closed_form,
@@ -22,6 +24,8 @@ from ringattn.planner.candidates import (
     is_named,
     must_gain,
     own_bytes,
+    playable,
+    played,
     ring_is_near,
 )
 from ringattn.planner.cluster import REFERENCE, Cluster, attention_s
@@ -78,6 +82,8 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
 def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
     if schedule != "auto":
         route = route_named(schedule, problem.world_size)
+        if route.moves_queries and problem.latent_dims:
+            raise InputError(f"schedule={schedule!r} {SENDS_QUERIES}; choose auto or a schedule that sends K and V")
         # If no grid is given, group the ranks by node.
         route = route.on_nodes(tuple(map(cluster.node_of, range(problem.world_size))))
     elif any(branch.dilation > 1 for branch in problem.mask.branches):
@@ -99,6 +105,44 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
                 return _chosen(problem, "double_ring", cluster)
     route = replace(route, keeps=_can_keep_all(problem, route))
     return replace(route, prologue=cheapest_prologue(problem, route, cluster))
+
+
+@bounded
+def latents_are_faster(latent: Problem, expanded: Problem, schedule: str, cluster: Cluster) -> bool:
+    """Return whether to send latents and expand them at every reader, or to send the expanded K and V.
+
+    `latent`, `expanded`: the same call with either on the wire. On a named cluster whose ranks can all be planned,
+    the predicted times of both are compared; each includes the time of its products with the weights, although messages
+    may hide it. Otherwise the smaller records are sent. A ring of one rank sends nothing and expands once.
+    A schedule that sends queries needs keys.
+    """
+    if latent.world_size == 1 or (schedule != "auto" and route_named(schedule).moves_queries):
+        return False
+    sizes = [problem.kv_heads * record_bytes(problem, problem.kv_dtype) for problem in (latent, expanded)]
+    if sizes[0] >= sizes[1]:
+        return False
+    if not (is_named(cluster) and playable(latent)):
+        return True
+    with _alone:
+        seconds = []
+        for problem in (latent, expanded):
+            route = _chosen(problem, schedule, cluster)
+            (passes_s,), _ = played(problem, route, (cluster,), plan_once)
+            seconds.append(passes_s + expansion_s(problem, latent, cluster))
+    return seconds[0] < seconds[1]
+
+
+def expansion_s(problem: Problem, latent: Problem, cluster: Cluster) -> float:
+    """Return the seconds that the slowest rank multiplies latents by weights, if `problem` decides what is sent."""
+    assert latent.latent_dims is not None
+    rope, size = latent.latent_dims
+    rows: Sequence[int] = problem.kv_layout.counts
+    if problem.latent_dims is not None:
+        rows = [count + sum(read) for count, read in zip(rows, _fetched(problem, cluster), strict=True)]
+    per_row = 2 * size * latent.q_heads * (latent.head_dim - rope + latent.value_dim) * latent.batch
+    # Forward expands, and backward multiplies twice for gradients. Readers of latents also expand them in backward.
+    products = 4 if problem.latent_dims is not None else 3
+    return max(rows) * per_row * products / cluster.flops
 
 
 @bounded
@@ -312,8 +356,7 @@ def facts_beyond(fewer: Sequence[tuple[int, PrologueFacts | None]], world_size: 
 
 def _saved_bytes(problem: Problem, rank: int) -> int:
     """Return the bytes that a forward pass always saves for backward: q, k, v, out and lse."""
-    dims = problem.head_dim + problem.value_dim
-    queries = problem.q_layout.counts[rank] * problem.q_heads
-    keys = problem.kv_layout.counts[rank] * problem.kv_heads
-    values = (queries + keys) * dims * ITEM_BYTES[problem.dtype]
+    queries = problem.q_layout.counts[rank] * problem.q_heads * (problem.head_dim + problem.value_dim)
+    keys = problem.kv_layout.counts[rank] * problem.kv_heads * sum(problem.record_dims)
+    values = (queries + keys) * ITEM_BYTES[problem.dtype]
     return max(1, problem.batch * (values + queries * ITEM_BYTES[problem.accumulator_dtype]))

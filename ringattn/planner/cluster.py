@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
@@ -139,22 +139,30 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
         seconds += work_s(problem, work, cluster, plan.backward, isinstance(item, AttendReceivedOp))
         if isinstance(item, AttendReceivedOp) and item.result != LOCAL:
             moved += COPIED * buffer_bytes(problem, buffers[item.result])
-    return seconds + moved_s(moved, cluster) + exchange_s(plan, step, cluster)
+    sends, receives = (
+        [(message.peer, message.elements * plan.element_bytes(message.buffer)) for message in messages]
+        for messages in (step.sends, step.recvs)
+    )
+    return seconds + moved_s(moved, cluster) + exchange_s(plan.rank, sends, receives, cluster)
 
 
-def exchange_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Return the seconds that a step's messages add to its work: launches, and the SMs that they occupy in transfer."""
-    if not (step.sends or step.recvs):
+def exchange_s(
+    rank: int, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]], cluster: Cluster
+) -> float:
+    """Return the seconds that a step's messages add to its work: launches, and the SMs that they occupy in transfer.
+
+    `sends`, `receives`: the peer and the bytes of each message.
+    """
+    if not (sends or receives):
         return 0.0
     if not cluster.message_sms or cluster.sms is None:
         return cluster.sync_s
     travels = []
-    for messages in (step.sends, step.recvs):
+    for messages in (sends, receives):
         by_kind: dict[LinkClass, dict[int, int]] = {}
-        for message in messages:
-            peers = by_kind.setdefault(cluster.link_class(plan.rank, message.peer), {})
-            nbytes = message.elements * plan.element_bytes(message.buffer)
-            peers[message.peer] = peers.get(message.peer, 0) + nbytes
+        for peer, nbytes in messages:
+            peers = by_kind.setdefault(cluster.link_class(rank, peer), {})
+            peers[peer] = peers.get(peer, 0) + nbytes
         travels += [cluster.travel_s(kind, sum(peers.values()), max(peers.values())) for kind, peers in by_kind.items()]
     return cluster.sync_s + max(travels) * cluster.message_sms / cluster.sms
 

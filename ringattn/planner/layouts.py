@@ -1,6 +1,6 @@
 """Compare layouts for a call by balance and predicted time. This is advice only: the caller chooses the layout.
 
-Packed documents have two placements (`ringattn.core.documents`); `suits_at_once` says which of them suits a schedule.
+Placed tokens have two placements (`ringattn.core.placement`); `suits_at_once` says which of them suits a schedule.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ringattn.core.documents import load_of, placed_at_once
+from ringattn.core.areas import areas_of
 from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
+from ringattn.core.mask import Mask
+from ringattn.core.placement import placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.planner.candidates import RING, excess, is_named, playable, played
@@ -25,13 +27,13 @@ CLEARLY = 0.95
 
 
 RECEIVED_AT_MOST = 1.5
-"""Most rows, in shards, that the busiest rank may receive for schedule="auto" to place documents for all rows at once.
+"""Most rows, in shards, that the busiest rank may receive for schedule="auto" to place tokens for all rows at once.
 Beyond this, schedules that hide their messages behind steps are predicted faster, and many heads do not fit (decision
 0025)."""
 
 
-def suits_at_once(cuts: tuple[int, ...], ranks: int, schedule: str, machines: Cluster) -> bool:
-    """Return whether to place documents for schedules that receive all rows at once.
+def suits_at_once(mask: Mask, length: int, ranks: int, schedule: str, machines: Cluster) -> bool:
+    """Return whether to place tokens for schedules that receive all rows at once.
 
     For a schedule given by name, return whether that schedule receives all rows at once. For "auto", return whether the
     machines are known and the busiest rank receives few rows. Raises `InputError` for an unknown name.
@@ -40,16 +42,16 @@ def suits_at_once(cuts: tuple[int, ...], ranks: int, schedule: str, machines: Cl
         return route_named(schedule).at_once
     if not is_named(machines):
         return False
-    received = load_of(cuts, placed_at_once(cuts, ranks)).received
-    return max(received) * ranks <= RECEIVED_AT_MOST * cuts[-1]
+    received = areas_of(mask, length).load(placed_at_once(mask, length, ranks)).received
+    return max(received) * ranks <= RECEIVED_AT_MOST * length
 
 
 def misplaced(problem: Problem, route: Route) -> str | None:
-    """Return a message if the documents are placed for other schedules than `route`, otherwise None."""
+    """Return a message if the tokens are placed for other schedules than `route`, otherwise None."""
     if not problem.q_layout.at_once or route.at_once or problem.world_size == 1:
         return None
     return (
-        f"documents are placed for schedules that receive all rows at once; {route.name} gives exact results, but "
+        f"tokens are placed for schedules that receive all rows at once; {route.name} gives exact results, but "
         f"its steps are uneven: ring.sequence(..., schedule={route.name!r}) places them for it"
     )
 

@@ -232,7 +232,8 @@ def record_layout_of(problem: Problem, kind: Kind, dtype: str) -> RecordLayout:
     A record of a KV or DKV block has K next to V, in eight bits each with a float32 scale. A record of out also has its
     lse, and a record of dout has lse and delta.
     """
-    return _cached_layout(kind, dtype, problem.head_dim, problem.value_dim, problem.accumulator_dtype)
+    key, value = problem.record_dims if kind in (Kind.KV, Kind.DKV) else (problem.head_dim, problem.value_dim)
+    return _cached_layout(kind, dtype, key, value, problem.accumulator_dtype)
 
 
 @cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -41,15 +41,56 @@ class Timeline(NamedTuple):
     spans: tuple[tuple[Span, ...], ...]
 
 
+class RankStep(NamedTuple):
+    """A step of one rank: seconds of packing and of work, and its messages.
+
+    `number`: the step's number for all ranks, with which jitter is drawn. `name`: the first words of its spans.
+    `sends`: receiver and bytes of each message. `receives`: the sender of each message. `work`: the name of the work.
+    """
+
+    number: int
+    name: str
+    packing_s: float
+    work_s: float
+    sends: tuple[tuple[int, int], ...] = ()
+    receives: tuple[int, ...] = ()
+    work: str = "attend"
+
+
 def simulate(
     plans: tuple[Plan, ...], cluster: Cluster, overlap: bool = True, disturbance: Disturbance | None = None
 ) -> Timeline:
-    """Simulate the plans of all ranks of one pass together. Raises `InputError` if the plans never end.
+    """Simulate the plans of all ranks of one pass together. See `simulate_steps`."""
+    return simulate_steps([_steps_of(plan, cluster) for plan in plans], cluster, overlap, disturbance)
+
+
+def _steps_of(plan: Plan, cluster: Cluster) -> list[RankStep]:
+    """Return the steps of a plan."""
+    return [
+        RankStep(
+            step.number,
+            f"step {step.number}",
+            packing_s(plan, step, cluster),
+            step_s(plan, step, cluster),
+            tuple((send.peer, send.elements * plan.element_bytes(send.buffer)) for send in step.sends),
+            tuple(recv.peer for recv in step.recvs),
+        )
+        for step in plan.steps
+    ]
+
+
+def simulate_steps(
+    ranks: Sequence[Sequence[RankStep]],
+    cluster: Cluster,
+    overlap: bool = True,
+    disturbance: Disturbance | None = None,
+) -> Timeline:
+    """Simulate the steps of all ranks of one pass together. Raises `InputError` if they never end.
 
     `overlap`: if False, a step's messages begin only when its work has ended, like exchanges for which no SM is free
     earlier. `disturbance`: factors that slow some ranks and links.
     """
-    play = _Play(plans, cluster, overlap, disturbance or Disturbance())
+    play = _Play(ranks, cluster, overlap, disturbance or Disturbance())
     play.run()
     total = max(play.finished, default=0.0) * 1e6
     spans = tuple(tuple(of_rank) for of_rank in play.spans)
@@ -111,7 +152,7 @@ class _Machine:
 
 
 class _Message(NamedTuple):
-    """A message between two ranks. `src_step` and `dst_step` are indices into the steps of the two plans."""
+    """A message between two ranks. `src_step` and `dst_step` are indices into the steps of the two ranks."""
 
     src: int
     src_step: int
@@ -123,39 +164,41 @@ class _Message(NamedTuple):
 class _Play:
     """The simulation: the state of all ranks."""
 
-    def __init__(self, plans: tuple[Plan, ...], cluster: Cluster, overlap: bool, disturbance: Disturbance) -> None:
-        self._plans, self._cluster, self._overlap, self._disturbance = plans, cluster, overlap, disturbance
-        cluster.check_ranks(len(plans))
-        disturbance.check_ranks(len(plans))
-        numbers = {step.number for plan in plans for step in plan.steps}
-        self._factors = {number: disturbance.of_work(len(plans), number).tolist() for number in numbers}
-        nodes = 1 + max(map(cluster.node_of, range(len(plans)))) if cluster.cores is not None else 1
+    def __init__(
+        self, ranks: Sequence[Sequence[RankStep]], cluster: Cluster, overlap: bool, disturbance: Disturbance
+    ) -> None:
+        self._steps, self._cluster, self._overlap, self._disturbance = ranks, cluster, overlap, disturbance
+        cluster.check_ranks(len(ranks))
+        disturbance.check_ranks(len(ranks))
+        numbers = {step.number for steps in ranks for step in steps}
+        self._factors = {number: disturbance.of_work(len(ranks), number).tolist() for number in numbers}
+        nodes = 1 + max(map(cluster.node_of, range(len(ranks)))) if cluster.cores is not None else 1
         self._machines = [_Machine(cluster.cores) for _ in range(nodes)]
         self._slow_links = _Machine(None)
         self._orders = count()
-        self._messages: list[list[list[_Message]]] = [[[] for _ in plan.steps] for plan in plans]  # by rank and step
+        self._messages: list[list[list[_Message]]] = [[[] for _ in steps] for steps in ranks]  # by rank and step
         # Bytes by rank, step, whether sent, and the class of link: messages with the same key share a link.
         self._loads: dict[tuple[int, int, bool, LinkClass], int] = {}
         self._between: dict[tuple[int, int, int], int] = {}  # bytes by sender, its step and receiver
-        for message in _messages(plans):
+        for message in _messages(ranks):
             pair = message.src, message.src_step, message.dst
             self._between[pair] = self._between.get(pair, 0) + message.nbytes
             kind = cluster.link_class(message.src, message.dst)
             for key in ((message.src, message.src_step, True, kind), (message.dst, message.dst_step, False, kind)):
                 self._loads[key] = self._loads.get(key, 0) + message.nbytes
                 self._messages[key[0]][key[1]].append(message)
-        self._current = [-1] * len(plans)  # index of each rank's step
-        self._posted_s: list[list[float | None]] = [[None] * len(plan.steps) for plan in plans]
-        self._working = [False] * len(plans)
-        self._left = [0] * len(plans)  # messages that the rank's step still waits for
-        self._travelling: list[Counter[LinkClass]] = [Counter() for _ in plans]
-        self.finished = [0.0] * len(plans)
-        self.spans: list[list[Span]] = [[] for _ in plans]
+        self._current = [-1] * len(ranks)  # index of each rank's step
+        self._posted_s: list[list[float | None]] = [[None] * len(steps) for steps in ranks]
+        self._working = [False] * len(ranks)
+        self._left = [0] * len(ranks)  # messages that the rank's step still waits for
+        self._travelling: list[Counter[LinkClass]] = [Counter() for _ in ranks]
+        self.finished = [0.0] * len(ranks)
+        self.spans: list[list[Span]] = [[] for _ in ranks]
 
     def run(self) -> None:
         """Simulate until all ranks have ended."""
-        for rank in range(len(self._plans)):
-            self._work(rank, 0.0, self._cluster.pass_s if self._plans[rank].steps else 0.0, "begin", self._enter)
+        for rank, steps in enumerate(self._steps):
+            self._work(rank, 0.0, self._cluster.pass_s if steps else 0.0, "begin", self._enter)
         machines = [*self._machines, self._slow_links]
         while True:
             next_s = [machine.next_s() for machine in machines]
@@ -163,9 +206,9 @@ class _Play:
             if now_s == float("inf"):
                 break
             machines[next_s.index(now_s)].end_job(now_s)
-        for rank, plan in enumerate(self._plans):
-            if self._current[rank] < len(plan.steps):
-                number = plan.steps[self._current[rank]].number
+        for rank, steps in enumerate(self._steps):
+            if self._current[rank] < len(steps):
+                number = steps[self._current[rank]].number
                 raise InputError(f"rank {rank} never ends step {number}: the plans' messages do not match")
 
     def _work(self, rank: int, now_s: float, work_s: float, name: str, then: Callable[[int, float], None]) -> None:
@@ -184,23 +227,23 @@ class _Play:
     def _enter(self, rank: int, now_s: float) -> None:
         """Begin a rank's next step, or finish the rank after its last step."""
         self._current[rank] += 1
-        steps = self._plans[rank].steps
+        steps = self._steps[rank]
         if self._current[rank] == len(steps):
             self.finished[rank] = now_s
             return
         step = steps[self._current[rank]]
-        packing = packing_s(self._plans[rank], step, self._cluster) * self._factors[step.number][rank]
-        self._work(rank, now_s, packing, f"step {step.number} pack", self._depart)
+        packing = step.packing_s * self._factors[step.number][rank]
+        self._work(rank, now_s, packing, f"{step.name} pack", self._depart)
 
     def _depart(self, rank: int, now_s: float) -> None:
         """Release the messages of a rank's step and start its work."""
         index = self._current[rank]
-        step = self._plans[rank].steps[index]
+        step = self._steps[rank][index]
         self._working[rank], self._left[rank] = True, len(self._messages[rank][index])
         if self._overlap:
             self._post(rank, now_s)
-        work = step_s(self._plans[rank], step, self._cluster) * self._factors[step.number][rank]
-        self._work(rank, now_s, work, f"step {step.number} attend", self._worked)
+        work = step.work_s * self._factors[step.number][rank]
+        self._work(rank, now_s, work, f"{step.name} {step.work}", self._worked)
 
     def _post(self, rank: int, now_s: float) -> None:
         """Release this rank's end of its step's messages, and start those that both ends have released."""
@@ -264,10 +307,10 @@ class _Play:
         self._left[rank] -= 1
         if not self._left[rank]:
             index = self._current[rank]
-            posted_s, number = self._posted_s[rank][index], self._plans[rank].steps[index].number
+            posted_s, name = self._posted_s[rank][index], self._steps[rank][index].name
             assert posted_s is not None
             nbytes = sum(message.nbytes for message in self._messages[rank][index] if message.src == rank)
-            self.spans[rank].append(Span(f"step {number} exchange", COMM, posted_s * 1e6, now_s * 1e6, nbytes))
+            self.spans[rank].append(Span(f"{name} exchange", COMM, posted_s * 1e6, now_s * 1e6, nbytes))
             self._leave(rank, now_s)
 
     def _leave(self, rank: int, now_s: float) -> None:
@@ -279,17 +322,16 @@ class _Play:
         return self._machines[self._cluster.node_of(rank) if len(self._machines) > 1 else 0]
 
 
-def _messages(plans: tuple[Plan, ...]) -> list[_Message]:
+def _messages(ranks: Sequence[Sequence[RankStep]]) -> list[_Message]:
     """Return all messages. The k-th send from one rank to another matches the k-th receive."""
     sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
     received: dict[tuple[int, int], list[int]] = {}
-    for rank, plan in enumerate(plans):
-        for now, step in enumerate(plan.steps):
-            for send in step.sends:
-                nbytes = send.elements * plan.element_bytes(send.buffer)
-                sent.setdefault((rank, send.peer), []).append((now, nbytes))
-            for recv in step.recvs:
-                received.setdefault((recv.peer, rank), []).append(now)
+    for rank, steps in enumerate(ranks):
+        for now, step in enumerate(steps):
+            for receiver, nbytes in step.sends:
+                sent.setdefault((rank, receiver), []).append((now, nbytes))
+            for sender in step.receives:
+                received.setdefault((sender, rank), []).append(now)
     if {pair: len(sends) for pair, sends in sent.items()} != {pair: len(recvs) for pair, recvs in received.items()}:
         raise InputError("the plans send and receive different numbers of messages")
     return [

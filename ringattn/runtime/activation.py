@@ -53,7 +53,8 @@ from ringattn.sequence import Sequence
 _CHECKPOINT_FILE = torch_checkpoint.__file__
 _ENGINE_CALLS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _RECOMPUTES = frozenset({"backward", "vjp", "unpack_hook"})
-_NAMES = _RECOMPUTES | {"forward", "checkpoint"} | {code.co_name for code in _ENGINE_CALLS}
+_CHECKPOINTS = frozenset({"checkpoint", "_checkpoint_impl"})  # the latter from torch 2.14 on
+_NAMES = _RECOMPUTES | _CHECKPOINTS | {"forward"} | {code.co_name for code in _ENGINE_CALLS}
 
 
 class Regions(NamedTuple):
@@ -101,10 +102,10 @@ def enclosing_regions() -> Regions:
 def _region_of(frame: FrameType) -> Any:
     """Return the region that this stack frame runs, or None."""
     code = frame.f_code
-    if code.co_filename == _CHECKPOINT_FILE and code.co_name in ("checkpoint", "unpack_hook"):
+    if code.co_filename == _CHECKPOINT_FILE and code.co_name in _CHECKPOINTS | {"unpack_hook"}:
         if code.co_name == "unpack_hook":
             return frame.f_locals.get("frame")
-        # `checkpoint` calls the function while its generator is suspended; reentrant calls have no generator.
+        # A checkpoint calls the function while its generator is suspended; reentrant calls have no generator.
         generator = frame.f_locals.get("gen")
         suspended = generator.gi_frame if isinstance(generator, GeneratorType) else None
         return None if suspended is None else suspended.f_locals.get("new_frame")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.errors import DisagreementError, InputError, RingError
+from ringattn.errors import DisagreementError, InputError, RingError, UnsupportedError
 from ringattn.transport.base import COMPARED, Transport
 
 KEPT_AGREEMENTS = 4096
@@ -64,6 +64,16 @@ class ComparedCall(NamedTuple):
     def anchor(self, *inputs: Tensor | None) -> Tensor | None:
         """See `anchor`."""
         return anchor(self.graph, *inputs)
+
+
+def refuse_dtensors(tensors: Inputs) -> None:
+    """Raise `UnsupportedError` for a DTensor, whose shape is that of the tensors of all ranks."""
+    for name, x in tensors.items():
+        if hasattr(x, "to_local"):  # does not import torch.distributed.tensor, which is slow
+            raise UnsupportedError(
+                f"{name} is a {type(x).__name__}; give {name}.to_local(), this rank's tokens of this rank's heads. "
+                "ringattn.adapters.torch_ops.ring_attention takes DTensors of sharded heads"
+            )
 
 
 def gradient_needs(tensors: Inputs) -> GradientNeeds:

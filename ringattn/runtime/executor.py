@@ -397,12 +397,13 @@ class ForwardArithmetic:
         works: Sequence[Any],
         q: Tensor,
         local: LocalTensors,
+        value_dim: int,
         sinks: Tensor | None,
         dropout_seed: int = 0,
     ) -> None:
         """Begin the forward pass of `works`, which the engine has prepared. `local`: the local K and V."""
         self.engine, self.q, self._dropout_seed = engine, q, dropout_seed
-        self.value_dim = local.values[1].x.shape[3]
+        self.value_dim = value_dim
         # The engine sees all works, so it can find the first and the last launch on each row.
         self.state = engine.begin(works, q, self.value_dim, sinks)._replace(dropout_seed=dropout_seed)
         self._received: dict[int, SoftmaxState] = {}

@@ -25,7 +25,15 @@ from ringattn.observe.spans import Recording
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, Exchange
 from ringattn.runtime.activation import Activation, attended, entered, unseen
-from ringattn.runtime.consistency import ComparedCall, ConsistencyCheck, GradientNeeds, Inputs, facts_of, gradient_needs
+from ringattn.runtime.consistency import (
+    ComparedCall,
+    ConsistencyCheck,
+    GradientNeeds,
+    Inputs,
+    facts_of,
+    gradient_needs,
+    refuse_dtensors,
+)
 from ringattn.runtime.executor import Arithmetic, Counters, Executor, profiler_of
 from ringattn.runtime.records import LocalTensors, Pool
 from ringattn.schedule.routes import Route
@@ -215,12 +223,14 @@ class Runtime(ProcessBound):
             The number of this call, and whether any rank needs gradients.
 
         Raises:
-            InputError: `describe` raised, on any rank; every rank raises.
+            InputError: `describe` raised or an input is a DTensor, on any rank; every rank raises.
             DisagreementError: The ranks make different calls, or a rank cannot take part in the backward pass that
                 another rank needs.
             ClosedError: The ring was closed or has failed.
         """
         with self.refused_by_all():
+            if isinstance(inputs, Mapping):
+                refuse_dtensors(inputs)
             summary = describe()
             needs = gradient_needs(inputs) if isinstance(inputs, Mapping) else inputs
         return self.check_consistency(summary, needs=needs)

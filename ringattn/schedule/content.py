@@ -25,10 +25,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ringattn.core.bounded_cache import bounded
-from ringattn.core.geometry import UNBOUNDED, StridedRange
+from ringattn.core.geometry import StridedRange
 from ringattn.core.mask import Branch
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import Ints, Pieces, band_of, edges_of, meeting_pieces, partners, tiles_of
+from ringattn.core.tiling import Ints, Pieces, band_of, meeting_pieces, partners, tiles_of
 
 # --- the sets of rows that are read -----------------------------------------------------------------------------------
 
@@ -157,10 +157,13 @@ class ReadSets:
 
     @cached_property
     def _reads(self) -> tuple[Pieces, Reads] | None:
-        """The reads as arrays, for a mask of one undilated branch with all heads; None for other masks."""
-        # With several branches, head subsets or dilation, reads are not one interval of a key piece for all heads.
+        """The reads as arrays, for one undilated branch with all heads and disjoint keys; None for other masks."""
+        # With several branches, head subsets or dilation, or keys of several rectangles, reads are not one interval of
+        # a key piece for all heads.
         branches = self.problem.mask.branches
         if len(branches) > 1 or branches[0].heads is not None or branches[0].dilation > 1:
+            return None
+        if not branches[0].rectangles.keys_disjoint:
             return None
         q, k = meeting_pieces(self.problem, branches[0])
         # Keys that were cut to the stride of the queries are not adjacent in the shard.
@@ -233,11 +236,11 @@ class ReadSets:
 
 def _reads(ranks: int, branch: Branch, q: Pieces, k: Pieces) -> Reads:
     """Return what every rank reads in one branch, for each key piece and distance of the reader."""
-    one_sided = branch.band.lo <= -UNBOUNDED or branch.band.hi >= UNBOUNDED
+    one_sided = bool(branch.rectangles.one_sided.all())
     first = np.full((len(k.rank), ranks), EMPTY)
     end = np.zeros_like(first)
     apart = np.zeros(first.shape, bool)
-    layers = _layers(q, len(edges_of(branch.bounds, branch.segment)) - 1, ranks)
+    layers = _layers(q, len(branch.rectangles), ranks)
     for batch in (slice(n, n + BLOCK_PIECES) for n in range(0, len(k.rank), BLOCK_PIECES)):
         block = Pieces(*(array[batch, None] for array in k))
         lo, hi = band_of(branch, block.segment)

@@ -54,7 +54,7 @@ class SubRings(WholeRoute):
 
     def why_not(self, problem: Problem, nodes: int) -> str:
         """See `Route.why_not`."""
-        segments = any(branch.segment is not None or len(branch.bounds) > 2 for branch in problem.mask.branches)
+        segments = any(len(branch.rectangles) > 1 for branch in problem.mask.branches)
         return "" if segments else "no segments or documents: equal to the ring"
 
 
@@ -96,7 +96,7 @@ def tiles_by_ring(problem: Problem) -> tuple[list[Tables], list[dict[tuple[int, 
     rings: dict[tuple[object, ...], dict[tuple[int, int], Tables]] = {}
     for branch in problem.mask.branches:
         # Branches that differ only in heads or offset share a sub-ring, because the same ranks exchange their rows.
-        kind = branch.bounds, branch.kv_bounds, branch.band, branch.segment, branch.dilation
+        kind = branch.rectangles, branch.dilation
         for rank in range(problem.world_size):
             for (owner, part, segment), table in branch_tiles(problem, branch, rank, by_segment=True).items():
                 heads = problem.parts[part].kv_heads

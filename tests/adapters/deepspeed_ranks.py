@@ -11,6 +11,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from ringattn import Ring
+from ringattn import Ring, UnsupportedError
 from ringattn.adapters.accelerate import RingAccelerator
 from ringattn.adapters.groups import ring_of_ranks
 from ringattn.adapters.loss import loss_scale
@@ -122,6 +123,72 @@ def engine(zero: str, rings: int, **options: Any) -> dict[str, Tensor]:
                     ours.backward(loss * ours.gradient_accumulation_steps())
                 ours.step()
     return weights_of(model)
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Texts of one length, with different numbers of labels."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(3, 64, (21,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: 2 + index] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def engine_losses(create: Any, **options: Any) -> dict[str, Tensor]:
+    """Train with an engine of whole batches, from `create`: its own loader, a loss of the user, an evaluation.
+
+    The losses are means over ranks.
+    """
+    model = tiny_model("qwen2", "eager")
+    given = {"model": model, "optimizer": optimizer_of(model), "training_data": Texts()}
+    engine, _, loader, _ = create(**given, **options)
+    evaluation = engine.deepspeed_io(Texts(), route="eval")
+    losses = []
+    for batch in loader:
+        outputs = engine(**batch)
+        loss = outputs.loss + 1e-2 * outputs.logits.logsumexp(-1)[batch["labels"] != -100].square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    engine.eval()
+    with torch.no_grad():
+        losses += [engine(**batch).loss for batch in evaluation]
+    total = torch.stack(losses)
+    torch.distributed.all_reduce(total)
+    return {**weights_of(engine), "losses": total / torch.distributed.get_world_size()}
+
+
+def plain_whole(zero: str, rings: int) -> dict[str, Tensor]:
+    """Train with DeepSpeed with one process for each ring, without ZeRO."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    return engine_losses(deepspeed.initialize, config=configuration("0", train_batch_size=4 * rings))
+
+
+def whole(zero: str, rings: int) -> dict[str, Tensor]:
+    """Train with an engine of whole batches over rings of two processes."""
+    import deepspeed
+
+    from ringattn.adapters.deepspeed import initialize
+
+    deepspeed.init_distributed("gloo")
+    return engine_losses(initialize, config=configuration(zero, train_batch_size=4 * rings), cp_size=2)
+
+
+def refused() -> None:
+    """Check what `initialize` refuses before it creates an engine."""
+    from ringattn.adapters.deepspeed import initialize
+
+    linear, llama = torch.nn.Linear(2, 2), tiny_model("llama", "eager")
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers model"):
+        initialize(model=linear, config={})
+    with pytest.raises(UnsupportedError, match="mpu would divide the ranks of a ring among other groups"):
+        initialize(model=llama, config={}, mpu=object())
 
 
 # --- transformers' Trainer -------------------------------------------------------------------------------------------
@@ -263,6 +330,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "engine": (plain_engine, engine),
     "engine, tiled": (plain_engine, partial(engine, tiled_mlp=5, chunked_loss=4)),
     "engine, chunked": (plain_engine, partial(engine, chunked_loss=4)),
+    "whole": (plain_whole, whole),
     "loop": (plain_loop, loop),
     "dummies": (plain_dummies, dummies),
     **{f"trainer, {case}": (partial(plain_trainer, case), partial(trained, case)) for case in LOSSES},
@@ -279,8 +347,8 @@ def errors(kind: str, rings: int, zero: list[str]) -> dict[str, list[float]]:
     with in_double():
         compile_nothing()
         plain, ours = KINDS[kind]
-        # accelerate's loop has a mean for each batch, so the reference has one process for each ring.
-        processes = rings if kind in ("loop", "dummies") else 1
+        # Loops with a mean for each batch are compared with one process for each ring.
+        processes = rings if kind in ("whole", "loop", "dummies") else 1
         expected = forked_ranks(processes, partial(run, plain, zero[0], rings))[0]
         compare = partial(compared, ours, rings, expected)
         return {one: forked_ranks(2 * rings, partial(compare, one))[-1] for one in zero}

@@ -14,18 +14,24 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
     EvalPrediction,
     PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
 )
 
 from ringattn import Ring
 from ringattn.adapters.accelerate import RingParallelismConfig
+from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from tests.adapters.encoder_decoders import build
 from tests.adapters.models import bert_config, filled, tiny_model
 from tests.adapters.processes import forked, forked_ranks, whole, worst_error
 from tests.adapters.ranks import in_double
@@ -56,6 +62,36 @@ def encoder(of: str, **options: Any) -> Any:
         config = tiny_model("llama", "eager", classifier_dropout=0.0, **options).config
     config._attn_implementation = "eager"
     return filled(getattr(transformers, of)(config))
+
+
+def encoder_decoder(of: str, encoder: Any = None) -> Any:
+    """Return a small encoder-decoder. `encoder`: prepare it for an encoder that runs like this."""
+    model = build(of)
+    return model if encoder is None else prepare(model, encoder=encoder)
+
+
+def translations(of: str) -> Callable[[Rows], Batch]:
+    """Return a collator that pads texts and targets, and makes the inputs of the decoder."""
+    return DataCollatorForSeq2Seq(tokenizer(), model=build(of))
+
+
+def translated(rows: Rows) -> Rows:
+    """Return texts with targets of other lengths."""
+    return [{**row, "labels": [token % 61 + 3 for token in row["input_ids"][::2]] + [5, 2]} for row in rows]
+
+
+def sounds(rows: Rows) -> Rows:
+    """Return sounds of equal length with targets."""
+    draw = torch.Generator().manual_seed(5)
+    return [{"input_features": torch.randn(8, 40, generator=draw).tolist(), "labels": row["labels"]}
+            for row in translated(rows)]  # fmt: skip
+
+
+def padded_sounds(rows: Rows) -> Batch:
+    """Return a batch of sounds, whose targets are padded on the right."""
+    labels = [torch.tensor(row["labels"]) for row in rows]
+    return {"input_features": torch.tensor([row["input_features"] for row in rows], dtype=torch.float64),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}  # fmt: skip
 
 
 def tokenizer(padding_side: str = "right") -> PreTrainedTokenizerFast:
@@ -105,6 +141,11 @@ def accuracy(evaluation: EvalPrediction) -> dict[str, float]:
             "labels": float((labels != -100).sum())}  # fmt: skip
 
 
+def likeliest_of_logits(logits: Any, labels: Tensor) -> Tensor:
+    """Return predicted tokens. An encoder-decoder also returns the states of its encoder."""
+    return likeliest(logits[0] if isinstance(logits, tuple) else logits, labels)
+
+
 class Focal(Trainer):
     """A Trainer with a loss of its own, from whole logits and labels that are not shifted."""
 
@@ -118,17 +159,21 @@ class Focal(Trainer):
 
 # --- Cases -----------------------------------------------------------------------------------------------------------
 
+BART, T5, WHISPER = (f"{name}ForConditionalGeneration" for name in ("Bart", "T5", "Whisper"))
 TAGS = {"num_labels": CLASSES}
 NER = DataCollatorForTokenClassification
 Case = tuple[Callable[[], Any], Callable[[], Callable[[Rows], Batch]], Callable[[Rows], Rows], dict[str, Any]]
 
 
 def with_lora(model: Any) -> Any:
-    """Add LoRA adapters to the projections of an encoder, and train the classifier."""
+    """Add LoRA adapters to the projections of a model, and train the classifier of an encoder."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(TaskType.TOKEN_CLS, r=2, target_modules=["query", "value"]))
+    of_tokens = "Token" in type(model).__name__
+    kind = TaskType.TOKEN_CLS if of_tokens else TaskType.SEQ_2_SEQ_LM
+    names = ["query", "value"] if of_tokens else ["q_proj", "v_proj"]
+    return get_peft_model(model, LoraConfig(kind, r=2, target_modules=names))
 
 
 CASES: dict[str, Case] = {
@@ -163,12 +208,28 @@ CASES: dict[str, Case] = {
         partial(encoder, "ModernBertForMaskedLM"), masked, list,
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     ),
+    "bart": (
+        partial(encoder_decoder, BART), partial(translations, BART), translated, {"gradient_accumulation_steps": 2}
+    ),
+    "bart, replicated": (
+        partial(encoder_decoder, BART, "replicated"), partial(translations, BART), translated, CHECKPOINTED
+    ),
+    "bart, own loss": (partial(encoder_decoder, BART), partial(translations, BART), translated, {}),
+    "bart, LoRA": (
+        lambda: with_lora(encoder_decoder(BART)), partial(translations, BART), translated, {}
+    ),
+    "whisper": (partial(encoder_decoder, WHISPER), lambda: padded_sounds, sounds, {}),
+    "t5, compiled": (
+        partial(encoder_decoder, T5), partial(translations, T5), translated,
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ),
+    "t5": (partial(encoder_decoder, T5), partial(translations, T5), translated, {"label_smoothing_factor": 0.1}),
     "llama, tags": (partial(encoder, "LlamaForTokenClassification", **TAGS), lambda: NER(tokenizer()), tagged, {}),
 }  # fmt: skip
 """By name: the model, the collator, a function of the texts, and TrainingArguments."""
 TWO_RINGS = (
     "bert", "bert, both sides", "bert, tags", "bert, labels of each process", "roberta, tags", "modernbert",
-    "modernbert, tags",
+    "modernbert, tags", "bart",
 )  # fmt: skip
 
 
@@ -180,19 +241,22 @@ def trained(folder: str, case: str, route: str = "") -> dict[str, Any]:
     with in_double():
         make, collator, of_texts, options = CASES[case]
         kind: Any = Focal if "own loss" in case else Trainer
+        arguments: Any = TrainingArguments
+        if case == "bart":
+            kind, arguments = Seq2SeqTrainer, Seq2SeqTrainingArguments
         data = of_texts(texts())
         if not route:
             options = {name: value for name, value in options.items() if "compile" not in name}
         parallel = {"parallelism_config": RingParallelismConfig(cp_size=2)} if route == "configuration" else {}
         # Clipping would hide a wrong scale of the gradients.
-        args = TrainingArguments(
+        args = arguments(
             output_dir=folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=3, seed=7,
             learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, optim="sgd",
             use_cpu=True, max_grad_norm=0.0, **parallel, **options,
         )  # fmt: skip
         given = {"model": make(), "args": args, "train_dataset": data, "eval_dataset": data[:8],
                  "data_collator": collator(), "compute_metrics": accuracy,
-                 "preprocess_logits_for_metrics": likeliest}  # fmt: skip
+                 "preprocess_logits_for_metrics": likeliest_of_logits}  # fmt: skip
         if route != "mixin":
             return run(kind(**given))
         mesh = init_device_mesh("cpu", (args.world_size // 2, 2), mesh_dim_names=("dp", "cp"))

@@ -59,10 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO, reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "DPO, sharded": {"fsdp": True, "fsdp_config": SHARDED},
     "DPO, compiled": COMPILED,
+    "DPO, routed": {"router_aux_loss_coef": 0.3},
     "KTO": {},
     "KTO, unpaired": {"loss_type": "apo_zero_unpaired", "undesirable_weight": 0.6},
     "KTO, precomputed": {"precompute_ref_log_probs": True},
     "KTO, LoRA": {"gradient_checkpointing": True},
+    "KTO, sharded": {"fsdp": True, "fsdp_config": SHARDED},
+    "KTO, compiled": COMPILED,
     "Reward": {"center_rewards_coefficient": 0.1},
     "Reward, margin": {},
     "Reward, LoRA": {},
@@ -76,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
         "scale_rewards": "batch",
         "importance_sampling_level": "sequence",
     },
+    "GRPO, routed": {"router_aux_loss_coef": 0.3},
     "GRPO, LoRA": {
         "beta": 0.1,
         "loss_type": "dr_grpo",
@@ -83,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "mask_truncated_completions": True,
     },
+    "GRPO, compiled": COMPILED,
     "RLOO": {"num_iterations": 2},
     "RLOO, LoRA": {"normalize_advantages": True},
 }
@@ -132,7 +137,7 @@ def data(case: str) -> Dataset:
 
 def model(case: str) -> Any:
     """Return the model of a case."""
-    policy = tiny_model("llama", "eager")
+    policy = tiny_model("mixtral" if "routed" in case else "llama", "eager")
     if case.startswith("Reward"):
         config = policy.config
         config.num_labels = 1
@@ -140,10 +145,10 @@ def model(case: str) -> Any:
     return policy
 
 
-def reference() -> Any:
+def reference(case: str) -> Any:
     """Return a model that differs a little from the one that is trained."""
+    other = model(case)
     torch.manual_seed(9)
-    other = tiny_model("llama", "eager")
     for parameter in other.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return other
@@ -186,7 +191,7 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
         else:
             arguments["peft_config"] = lora
     elif config not in (RewardConfig, GRPOConfig, RLOOConfig) and case != "DPO, precomputed":
-        arguments["ref_model"] = reference()
+        arguments["ref_model"] = reference(case)
     if arguments["args"].fsdp:
         as_on_accelerators()
     trainer = plain(**arguments) if ring is None else over_ring(ring=ring, **arguments)
@@ -236,7 +241,7 @@ def evaluated(folder: str, trainer: str, ring: Ring | None) -> dict[str, float]:
     arguments = {"model": model(trainer), "args": args, "train_dataset": rows, "eval_dataset": rows,
                  "processing_class": tokenizer()}  # fmt: skip
     if trainer in ("DPO", "KTO"):
-        arguments["ref_model"] = reference()
+        arguments["ref_model"] = reference(trainer)
     host = plain(**arguments) if ring is None else over_ring(ring=ring, **arguments)
     metrics = host.evaluate()
     return {name: x for name, x in metrics.items() if not any(word in name for word in ("time", "per_second"))}
@@ -264,8 +269,8 @@ def refused_options(folder: str) -> dict[str, str]:
     """Return the refusals of options, by option."""
     chunked = prepare(tiny_model("llama", "eager"), chunked_loss=8)
     wrong: dict[str, tuple[str, Any, dict[str, Any]]] = {
-        "router": ("DPO", tiny_model("gpt_oss", "eager"), {"ref_model": tiny_model("gpt_oss", "eager")}),
         "metrics": ("Reward", model("Reward"), {"compute_metrics": print}),
+        "compiled": ("Reward", model("Reward"), {}),
         "chunked": ("KTO", chunked, {"ref_model": tiny_model("llama", "eager")}),
         "rollout": ("GRPO", model("GRPO"), {"reward_funcs": length, "rollout_func": print}),
     }
@@ -273,7 +278,10 @@ def refused_options(folder: str) -> dict[str, str]:
     with Ring() as ring:
         for name, (kind, policy, options) in wrong.items():
             config, _, over_ring = TRAINERS[kind]
-            args = config(output_dir=folder, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False)
+            args = config(
+                output_dir=folder, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
+                **(COMPILED if name == "compiled" else {}),
+            )  # fmt: skip
             try:
                 over_ring(model=policy, args=args, train_dataset=data(kind), processing_class=tokenizer(), ring=ring,
                           **options)  # fmt: skip

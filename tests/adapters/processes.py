@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from torch.distributed.tensor import DTensor
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.adapters.environments import ROOT, search_path
 
 
 def forked(*functions: Callable[[], Any]) -> list[Any]:
@@ -82,7 +82,7 @@ def call_in_program(entry: str, *arguments: Any, timeout_s: float = 280.0, **env
 
 def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, **env: str) -> None:
     """Run `python ARGUMENTS` in `folder`. Raises AssertionError if it fails. `env`: extra environment variables."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    variables = {**os.environ, "PYTHONPATH": search_path(), **env}
     ended = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s
     )

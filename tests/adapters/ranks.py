@@ -25,6 +25,7 @@ from ringattn import InputError, Ring, Sequence
 from ringattn.adapters.transformers import prepare, register, shard_batch
 from ringattn.adapters.transformers.batches import WHOLE
 from ringattn.adapters.transformers.checks import base_of
+from ringattn.adapters.transformers.positions import IMAGE_INPUTS
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import forked_ranks, worst_error
@@ -151,7 +152,8 @@ def step(
 
 def one_process(model: Any, whole: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the result of `step` in one process, which gets the whole batch."""
-    inputs = {name: x for name, x in whole.items() if name not in WHOLE}  # eager attention does not use lengths
+    lengths = {*WHOLE} - {*IMAGE_INPUTS}  # eager attention does not use them
+    inputs = {name: x for name, x in whole.items() if name not in lengths}
     # In one process, GPT-OSS makes its masks without positions.
     if "position_ids" in whole and model.config.model_type == "gpt_oss":
         embeds = whole["input_ids"][..., None].double()
@@ -203,11 +205,12 @@ def logits(out: Any) -> Tensor:
 def far_off(
     make: Callable[[], Any], whole: Mapping[str, Tensor], *, score: Callable[[Any], Tensor] = logits,
     layout: str = "zigzag", pass_model: bool = True, call: Callable[..., Any] = lambda model, inputs: model(**inputs),
+    ranks: int = 2, **options: Any,
 ) -> float:  # fmt: skip
     """Return the largest error of a gradient against one process, relative to that parameter's largest gradient.
 
     `score`: maps a model's output to numbers per token, (rows, tokens, ...). `pass_model`: pass the model to
-    `shard_batch`. `call`: calls the model, (model, inputs) -> output.
+    `shard_batch`. `call`: calls the model, (model, inputs) -> output. `options`: those of `prepare`.
     """
     tokens = next(iter(whole.values())).shape[1]
     mask = whole.get("attention_mask")
@@ -224,19 +227,19 @@ def far_off(
         return (states * weights(lambda x: x, states)).sum()
 
     def over_ring(ring: Ring, model: Any) -> Tensor:
-        prepare(model)
+        prepare(model, **options)
         seq, shards = shard_batch(ring, whole, layout=layout, **({"model": model} if pass_model else {}))
         with ring.activate(seq):
             states = score(call(model, shards))
         return (states * weights(seq.shard, states)).sum()
 
-    return gradient_error(make, alone, over_ring)
+    return gradient_error(make, alone, over_ring, ranks)
 
 
 def gradient_error(
-    make: Callable[[], Any], alone: Callable[[Any], Tensor], over_ring: Callable[[Ring, Any], Tensor]
+    make: Callable[[], Any], alone: Callable[[Any], Tensor], over_ring: Callable[[Ring, Any], Tensor], ranks: int = 2
 ) -> float:
-    """Return the largest error of a gradient over two ranks against one process.
+    """Return the largest error of a gradient over ranks against one process.
 
     Each error is relative to the parameter's largest gradient, or to 0.001 of the largest gradient of all parameters
     if that is larger.
@@ -245,6 +248,7 @@ def gradient_error(
         make: Returns a new model, which attends locally.
         alone: Returns the loss of a model on one process.
         over_ring: Returns this rank's part of the loss, given a ring and a model.
+        ranks: The number of ranks.
     """
     with InDouble():
         model = make()
@@ -255,7 +259,7 @@ def gradient_error(
             model = make()
             return summed_gradients(ring, model, over_ring(ring, model))
 
-    actual = run_ranks(2, body, timeout_s=20.0)[0]
+    actual = run_ranks(ranks, body, timeout_s=20.0)[0]
     assert any(bool(grad.any()) for grad in expected.values())
     floor = 1e-3 * max(grad.abs().max().item() for grad in expected.values())
     return worst_error(((actual[name], expected[name]) for name in expected), floor)
@@ -288,52 +292,73 @@ def far_off_compiled(make: Callable[[str], Any], row: Tensor, documents: list[in
 SHARDED_STEPS = 2
 
 
-def far_off_sharded(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: tuple[str, ...] = ()) -> float:
-    """Return the largest relative error of losses, gradients and weights after two steps with FSDP2 over two processes.
+def far_off_sharded(
+    make: Callable[[], Any],
+    whole: Mapping[str, Tensor],
+    parts: tuple[str, ...] = (),
+    steps: int = SHARDED_STEPS,
+    rate: float = 1e-2,
+    compiled: bool = False,
+    **options: Any,
+) -> float:
+    """Return the largest relative error of losses, gradients and weights after steps with FSDP2 over two processes.
 
     The processes are forked from the caller, which must not have started threads. `whole`: the batch, with labels.
-    `parts`: submodules to shard in addition to the layers.
+    `parts`: submodules to shard in addition to the layers. `rate`: the learning rate. `compiled`: use torch.compile.
+    `options`: those of `prepare`.
     """
-    return float(forked_ranks(2, partial(_sharded_rank, make, whole, parts))[0])
+    return float(forked_ranks(2, partial(_sharded_rank, make, whole, parts, steps, rate, compiled, options))[0])
 
 
-def _sharded_rank(make: Callable[[], Any], whole: Mapping[str, Tensor], parts: tuple[str, ...], number: int) -> float:
+def _sharded_rank(
+    make: Callable[[], Any],
+    whole: Mapping[str, Tensor],
+    parts: tuple[str, ...],
+    steps: int,
+    rate: float,
+    compiled: bool,
+    options: dict[str, Any],
+    number: int,
+) -> float:
     """Return the largest error of rank `number` against one process that has the whole batch and weights."""
     labels = labels_of(whole)
     dist.init_process_group("gloo")
     with in_double():
-        true = _steps(make(), lambda model: model(**whole, num_items_in_batch=labels).loss)
+        true = _steps(make(), lambda model: model(**whole, num_items_in_batch=labels).loss, steps, rate)
     with Ring(init_device_mesh("cpu", (2,)), timeout_s=60.0) as ring, in_double():
-        ours = prepare(make())
-        for part in (*base_of(ours).model.layers, *map(ours.get_submodule, parts), ours):
+        ours = prepare(make(), **options)
+        base = base_of(ours).model
+        for part in (*getattr(base, "language_model", base).layers, *map(ours.get_submodule, parts), ours):
             fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+        run = torch.compile(ours, backend="aot_eager") if compiled else ours
 
         def part_of_loss(model: Any) -> Tensor:
             seq, shards = shard_batch(ring, whole, model=model)
             with ring.activate(seq):  # FSDP averages over the ranks
-                loss: Tensor = model(**shards, num_items_in_batch=labels).loss * 2
+                loss: Tensor = run(**shards, num_items_in_batch=labels).loss * 2
             return loss
 
-        actual = _steps(ours, part_of_loss)
+        actual = _steps(ours, part_of_loss, steps, rate)
         for name, value in actual.items():
             if name.startswith("loss"):
                 ring.all_reduce([value])
                 value /= 2
-    assert actual.keys() == true.keys() and len(true) > SHARDED_STEPS + 2
+    assert actual.keys() == true.keys() and len(true) > steps + 2
     dist.destroy_process_group()
     return worst_error((actual[name], true[name]) for name in true)
 
 
-def _steps(model: Any, loss_of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+def _steps(model: Any, loss_of: Callable[[Any], Tensor], steps: int, rate: float) -> dict[str, Tensor]:
     """Return the losses of all steps, the gradients of the first step, and the final weights, gathered from shards."""
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer, values = torch.optim.SGD(learned.values(), lr=1e-2), {}
-    for step in range(SHARDED_STEPS):
+    optimizer, values = torch.optim.SGD(learned.values(), lr=rate), {}
+    for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model)
         loss.backward()
         values[f"loss of step {step}"] = loss.detach().clone()
         if step == 0:
-            values |= {f"gradient of {name}": whole_tensor(p.grad) for name, p in learned.items()}
+            grads = {name: p.grad for name, p in learned.items() if p.grad is not None}
+            values |= {f"gradient of {name}": whole_tensor(grad) for name, grad in grads.items()}
         optimizer.step()
     return values | {name: whole_tensor(p.detach()) for name, p in learned.items()}

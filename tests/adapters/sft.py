@@ -61,12 +61,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("text", {"packing": True}),
     "LoRA, checkpointed": ("text", {"packing": True, "gradient_checkpointing": True}),
     "compiled": ("text", {"packing": True, "packing_strategy": "wrapped", **COMPILED}),
+    "routed": ("text", {}),
+    "routed, packed": ("text", {"packing": True, "average_tokens_across_devices": False}),
     "sharded": ("text", {"packing": True, "fsdp": True, "fsdp_config": SHARDED}),
 }
 """By name: the data, and the options of SFTConfig that differ from the usual ones."""
 OVER_RANKS = "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend"
 """Options that the reference process does not need."""
-METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
+METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}w1 {% generation %}{{ m.content }} w2{% endgeneration %}"
     "{% else %}w3 {{ m.content }} w2{% endif %} {% endfor %}"
@@ -118,7 +120,7 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
         "max_length": 40, "lr_scheduler_type": "constant",
     }  # fmt: skip
     arguments: dict[str, Any] = {
-        "model": tiny_model("llama", "eager"), "processing_class": tokenizer(),
+        "model": tiny_model("mixtral" if "routed" in case else "llama", "eager"), "processing_class": tokenizer(),
         "train_dataset": data(kind), "eval_dataset": data(kind).select(range(5)),
         "args": SFTConfig(output_dir=f"{folder}/{case}", **{**settings, **differs}),
     }  # fmt: skip

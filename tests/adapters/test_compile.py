@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed import init_device_mesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -25,6 +24,7 @@ from ringattn.adapters import torch_ops
 from ringattn.adapters.torch_ops import ACTIVE, attention, attention_backward, ring_attention
 from ringattn.sequence import sequence_with
 from ringattn.testing import dense_attention, run_ranks
+from tests.contract.mesh import on_mesh
 
 TOKENS, DIM, HEADS, KV_HEADS = 17, 16, 4, 2
 DOCUMENTS = [0, 3, 12, 17]
@@ -243,26 +243,22 @@ def test_compiled_calls_take_every_mask_and_other_seeds_without_compiling_again(
     run_ranks(1, body)
 
 
-def test_sinks_of_sharded_heads() -> None:
+@on_mesh
+def test_sinks_of_sharded_heads(mesh: DeviceMesh) -> None:
     """Sinks may be a DTensor if q, k and v are. `Ring.attention` refuses any DTensor by name."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x, sinks = torch.randn(1, 6, 2, 8, dtype=torch.float64), torch.randn(2, dtype=torch.float64, requires_grad=True)
-        heads, sharded = DTensor.from_local(x, mesh, [Shard(2)]), DTensor.from_local(sinks, mesh, [Shard(0)])
-        with Ring(transport="local") as ring:
-            seq = ring.sequence(6)
-            expected = ring.attention(x, x, x, seq, sinks=sinks)
-            out = ring_attention(heads, heads, heads, seq, sinks=sharded)
-            assert isinstance(out, DTensor) and torch.equal(out.to_local(), expected)
-            (grad,) = torch.autograd.grad(out.to_local().sum(), sinks)
-            assert torch.equal(grad, torch.autograd.grad(expected.sum(), sinks)[0])
-            with pytest.raises(UnsupportedError, match=r"rank 0: sinks is a DTensor; give sinks\.to_local\(\)"):
-                ring.attention(x, x, x, seq, sinks=sharded)
-            with pytest.raises(UnsupportedError, match=r"rank 0: k is a DTensor; give k\.to_local\(\)"):
-                ring.attention(x, heads, x, seq)
-    finally:
-        dist.destroy_process_group()
+    x, sinks = torch.randn(1, 6, 2, 8, dtype=torch.float64), torch.randn(2, dtype=torch.float64, requires_grad=True)
+    heads, sharded = DTensor.from_local(x, mesh, [Shard(2)]), DTensor.from_local(sinks, mesh, [Shard(0)])
+    with Ring(transport="local") as ring:
+        seq = ring.sequence(6)
+        expected = ring.attention(x, x, x, seq, sinks=sinks)
+        out = ring_attention(heads, heads, heads, seq, sinks=sharded)
+        assert isinstance(out, DTensor) and torch.equal(out.to_local(), expected)
+        (grad,) = torch.autograd.grad(out.to_local().sum(), sinks)
+        assert torch.equal(grad, torch.autograd.grad(expected.sum(), sinks)[0])
+        with pytest.raises(UnsupportedError, match=r"rank 0: sinks is a DTensor; give sinks\.to_local\(\)"):
+            ring.attention(x, x, x, seq, sinks=sharded)
+        with pytest.raises(UnsupportedError, match=r"rank 0: k is a DTensor; give k\.to_local\(\)"):
+            ring.attention(x, heads, x, seq)
 
 
 def test_a_policy_that_saves_the_operator_sends_nothing_again() -> None:

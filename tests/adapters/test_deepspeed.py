@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,9 @@ from ringattn import UnsupportedError
 from ringattn.adapters.deepspeed import check_config
 from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.trainer import refuse_deepspeed
-from tests.adapters.environments import environment
+from tests.adapters.environments import environment, search_path
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import ROOT, call_in_program
+from tests.adapters.processes import call_in_program
 from tests.adapters.test_script import check_equal, run
 from tests.doc_code import code_of, run_under_torchrun
 
@@ -33,7 +32,7 @@ OF_LOGGED_LOSSES = 1e-6  # Trainer adds the losses of steps up in float32
 
 def with_deepspeed() -> dict[str, str]:
     """Return the environment variables of a program that can import DeepSpeed and runs it on CPUs."""
-    path = os.pathsep.join([str(environment(*DEEPSPEED)), str(ROOT)])
+    path = search_path(environment(*DEEPSPEED))
     return {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DS_BUILD_OPS": "0"}
 
 
@@ -46,17 +45,21 @@ def check(kind: str, rings: int, *zero: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "zero", [("0", "1", "2"), ("3",), ("1, offloaded", "2, offloaded"), ("3, offloaded",)], ids=str
-)
+@pytest.mark.parametrize("zero", [("0", "1", "2", "1, offloaded", "2, offloaded"), ("3", "3, offloaded")], ids=str)
 def test_the_engine_over_one_ring_equals_one_process(zero: tuple[str, ...]) -> None:
     check("engine", 1, *zero)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", ["0", "2", "3"])
-def test_the_engine_over_two_rings_equals_one_process(zero: str) -> None:
-    check("engine", 2, zero)
+@pytest.mark.parametrize("zero", [("0", "2"), ("3",)], ids=str)
+def test_the_engine_over_two_rings_equals_one_process(zero: tuple[str, ...]) -> None:
+    check("engine", 2, *zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rings", "zero"), [(1, ("0", "1", "2", "3")), (2, ("2", "3"))], ids=str)
+def test_an_engine_of_whole_batches_equals_as_many_processes_as_rings(rings: int, zero: tuple[str, ...]) -> None:
+    check("whole", rings, *zero)
 
 
 @pytest.mark.slow
@@ -69,18 +72,18 @@ def test_tiles_of_the_mlp_and_the_loss(kind: str, zero: str) -> None:
 @pytest.mark.parametrize(
     ("case", "zero"),
     [
-        ("padded", "0"), ("padded", "1"), ("padded", "2, offloaded"), ("padded", "3"), ("packed", "2"), ("z-loss", "2"),
-        ("z-loss", "3"), ("loaded", "3"), ("checkpointed", "3"), ("labels of each process", "1"),
+        ("padded", ("0", "1", "2, offloaded", "3")), ("packed", ("2",)), ("z-loss", ("2", "3")), ("loaded", ("3",)),
+        ("checkpointed", ("3",)), ("labels of each process", ("1",)),
     ],
+    ids=str,
 )  # fmt: skip
-def test_a_trainer_over_one_ring_equals_one_process(case: str, zero: str) -> None:
-    check(f"trainer, {case}", 1, zero)
+def test_a_trainer_over_one_ring_equals_one_process(case: str, zero: tuple[str, ...]) -> None:
+    check(f"trainer, {case}", 1, *zero)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", ["2", "3"])
-def test_a_trainer_over_two_rings_equals_one_process(zero: str) -> None:
-    check("trainer, padded", 2, zero)
+def test_a_trainer_over_two_rings_equals_one_process() -> None:
+    check("trainer, padded", 2, "2", "3")
 
 
 @pytest.mark.slow
@@ -123,6 +126,11 @@ def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_exact_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         check_config(config)
+
+
+@pytest.mark.slow
+def test_engines_that_cannot_be_exact_are_refused() -> None:
+    call_in_program("tests.adapters.deepspeed_ranks:refused", **with_deepspeed())
 
 
 def test_settings_that_are_off_are_accepted() -> None:

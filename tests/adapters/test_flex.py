@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
@@ -23,14 +25,19 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.attention.flex_attention import flex_attention as torchs_own
 
-from ringattn import InputError, Ring, UnsupportedError
-from ringattn.adapters import flex, pair_functions
+from ringattn import InputError, Ring, UnsupportedError, masks
+from ringattn.adapters import flex, pair_functions, tables
 from ringattn.adapters.context_parallel import context_parallel
 from ringattn.adapters.flex import FoundMask, FoundScore, flex_attention, recognise_masks, recognise_score
 from ringattn.adapters.pair_functions import PairFunction, record
 from ringattn.testing import run_ranks
+from tests.oracle import allowed_mask
 
 TOKENS, BLOCK = 37, 8
+WITHOUT_FULL_BLOCKS: dict[str, Any] = (
+    {"separate_full_blocks": False} if "separate_full_blocks" in signature(create_block_mask).parameters else {}
+)
+"""Masks without full blocks, which torch can make from 2.13 on."""
 CUTS = (0, 5, 19, 37)
 CPU = torch.device("cpu")
 Mod = Callable[..., Tensor]
@@ -153,8 +160,8 @@ MASKS: dict[str, tuple[Mod, FoundMask]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_recognized(name: str) -> None:
     mod, expected = MASKS[name]
-    for block, separate in ((BLOCK, True), ((3, 5), True), (64, False), (1, True)):
-        mask = block_mask(mod, BLOCK_SIZE=block, separate_full_blocks=separate)
+    for options in ({}, {"BLOCK_SIZE": (3, 5)}, {"BLOCK_SIZE": 64, **WITHOUT_FULL_BLOCKS}, {"BLOCK_SIZE": 1}):
+        mask = block_mask(mod, **options)
         assert recognise_masks(mask, TOKENS, 2, 4) == (expected, expected)
 
 
@@ -209,29 +216,112 @@ def interleaved(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return (q // 5) % 2 == (k // 5) % 2
 
 
-@pytest.mark.parametrize(
-    ("mod", "message"),
-    [
-        (sink_tokens, r"could only be a causal window \(7, 0\), which has no pair in block \(2, 0\)"),
-        (
-            lambda b, h, q, k: (q >= k) | (k < 4) & (q != 1),
-            "at query 1, key 2 .* could only be causal after a prefix of 4 tokens",
-        ),
-        (lambda b, h, q, k: (q >= k) | (k < 4) | (k - q == 9) & (q > 5), "causal after a prefix of 4 tokens"),
-        (per_head, r"at query 9, key 0 of row 0, head 3, but could only be causal"),
-        (padded, "query 30 of row 0 does not attend to its own key"),
-        (scattered, "window"),
-        (almost, r"returns False at query 30, key 17 of row 0, head 0"),
-        (interleaved, "documents cut at 5, 10"),
-        (lambda b, h, q, k: ((q - k) % 4 == 0) | (q - k == 1), "window"),
-    ],
-)
-def test_other_masks_are_refused(mod: Mod, message: str) -> None:
+def torn(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a pattern without long runs, in which every query attends to its own key."""
+    return (q == k) | ((q * q * 7 + k * k * 13 + q * k) % 11 < 5)
+
+
+OTHERS: list[tuple[Mod, str]] = [
+    (sink_tokens, r"could only be a causal window \(7, 0\), which has no pair in block \(2, 0\)"),
+    (
+        lambda b, h, q, k: (q >= k) | (k < 4) & (q != 1),
+        "at query 1, key 2 .* could only be causal after a prefix of 4 tokens",
+    ),
+    (lambda b, h, q, k: (q >= k) | (k < 4) | (k - q == 9) & (q > 5), "causal after a prefix of 4 tokens"),
+    (per_head, r"at query 9, key 0 of row 0, head 3, but could only be causal"),
+    (padded, "query 30 of row 0 does not attend to its own key"),
+    (scattered, "window"),
+    (almost, r"returns False at query 30, key 17 of row 0, head 0"),
+    (interleaved, "documents cut at 5, 10"),
+    (lambda b, h, q, k: ((q - k) % 4 == 0) | (q - k == 1), "window"),
+    (torn, "window"),
+]
+
+
+@pytest.fixture
+def no_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set limits with which no mask is a few slices."""
+    monkeypatch.setattr(tables, "MOST_SLICES", 0)
+
+
+@pytest.mark.usefixtures("no_slices")
+@pytest.mark.parametrize(("mod", "message"), OTHERS)
+def test_masks_that_need_too_many_slices_are_refused(mod: Mod, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as raised:
         recognise_masks(block_mask(mod), TOKENS, 2, 4)
     assert "full, causal and sliding-window masks" in str(raised.value)
+    reason = "head 3 has another mask than head 0" if mod is per_head else "the mask needs"
+    assert f"it is not a few slices either: {reason}" in str(raised.value)
 
 
+@pytest.mark.parametrize("mod", [mod for mod, _ in OTHERS if mod is not per_head])
+def test_other_masks_are_slices(monkeypatch: pytest.MonkeyPatch, mod: Mod) -> None:
+    """The table of the slices is that of the mask, also if few pairs are evaluated at a time."""
+    expected = create_mask(mod, None, None, TOKENS, TOKENS, device="cpu")[0, 0]
+    for pieces, options in ((1 << 20, {"BLOCK_SIZE": (3, 5)}), (100, {"BLOCK_SIZE": 64, **WITHOUT_FULL_BLOCKS})):
+        monkeypatch.setattr(pair_functions, "PIECE_PAIRS", pieces)
+        first, second = recognise_masks(block_mask(mod, **options), TOKENS, 2, 4)
+        assert first == second and first.slices is not None
+        assert torch.equal(allowed_mask(TOKENS, TOKENS, mask=first.slices), expected)
+
+
+def tree_of_answers(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return a prompt of 9 tokens and three answers."""
+    nodes = torch.repeat_interleave(torch.arange(4), torch.tensor([9, 10, 8, 10]))
+    return (q >= k) & ((nodes[k] == 0) | (nodes[q] == nodes[k]))
+
+
+def test_slices_are_exact() -> None:
+    """Out, lse and gradients are exact: sinks, a tree, rows with different masks, documents, and a softcap."""
+    assert check(sink_tokens, 2, "zigzag") < 1e-12
+    assert check(tree_of_answers, 3, "striped", score_mod=capped) < 1e-12
+    assert (
+        check(lambda b, h, q, k: sink_tokens(b, h, q, k) & ((b == 0) | (q - k != 5)), 2, "zigzag", batched=True) < 1e-12
+    )
+    assert check(and_masks(sink_tokens, documents(CUTS)), 2, "contiguous", seq_cuts=[0, 19, 37]) < 1e-12
+
+
+def test_queries_that_attend_to_nothing() -> None:
+    """They get zeros and a log-sum-exp of -inf, as in torch, and have no gradient."""
+    mask, (q, k, v, grad) = block_mask(padded), drawn(kv_heads=4)
+    out, aux = torchs_own(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True))
+    leaves = [x[:, :, :30].clone().requires_grad_() for x in (q, k, v)]
+    true = torch.autograd.grad(dense(leaves[0], leaves[1], leaves[2], noop_mask)[0], leaves, grad[:, :, :30])
+
+    def body(ring: Ring) -> None:
+        seq, local = ring.sequence(TOKENS), [x.clone().requires_grad_() for x in (q, k, v)]
+        with ring.activate(seq):
+            part, lse = flex_attention(*(seq.shard(x, 2) for x in local), block_mask=mask, return_lse=True)
+        grads = [*torch.autograd.grad(part, local, seq.shard(grad, 2))]
+        ring.all_reduce(grads)
+        whole = [seq.gather(part.detach(), 2), seq.gather(lse.detach(), 2)]
+        assert (whole[1][..., 30:] == -torch.inf).all()
+        expected = [out, aux.lse, *(F.pad(x, (0, 0, 0, TOKENS - 30)) for x in true)]
+        for each, of_torch in zip([*whole, *grads], expected, strict=True):
+            torch.testing.assert_close(each, of_torch, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+
+
+def test_what_slices_do_not_combine_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_head = block_mask(lambda b, h, q, k: sink_tokens(b, h, q, k) & ((b == 0) | (q - k != 5)))
+    (first, second) = recognise_masks(by_head, TOKENS, 2, 4)
+    with pytest.raises(UnsupportedError, match=r"reads positions, rows or heads, .*leave score_mod out"):
+        recognise_score(lambda s, b, h, q, k: s - (q - k).abs() / 8, (CAUSAL, second), TOKENS, 4, CPU)
+    assert recognise_score(capped, (first, second), TOKENS, 4, CPU).softcap == 2.5
+    monkeypatch.setattr(pair_functions, "MOST_PAIRS", 2 * TOKENS**2 - 1)
+    with pytest.raises(UnsupportedError, match="reads rows or heads, so there are 2,738 values to evaluate"):
+        recognise_masks(by_head, TOKENS, 2, 4)
+    tokens = 1 << 20  # a table of all pairs would not fit in memory
+    whole = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32), BLOCK_SIZE=tokens,
+        mask_mod=lambda b, h, q, k: q < 5, seq_lengths=(tokens, tokens),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"query 5 .*; it is not a few slices either: a mask of 1048576 queries"):
+        recognise_masks(whole, tokens, 1, 4)
+
+
+@pytest.mark.usefixtures("no_slices")
 @pytest.mark.parametrize("tile", [3, 5])
 def test_a_long_mask_is_compared_in_partial_blocks(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     """Masks are recognised, and a hole is found, with small tiles and few pairs per evaluation."""
@@ -274,9 +364,14 @@ def test_tables_that_say_otherwise_are_refused() -> None:
     backward.q_num_blocks -= 1
     with pytest.raises(UnsupportedError, match="tables of row 0"):
         recognise_masks(backward, TOKENS, 1, 1)
-    with pytest.raises(UnsupportedError, match="sliced"):
+    with pytest.raises(UnsupportedError, match=r"sliced|the mask of the whole sequence"):
         recognise_masks(good[:, :, torch.arange(5)], TOKENS, 1, 1)
-    assert recognise_masks(block_mask(causal, 40)._adjust(TOKENS, TOKENS), TOKENS, 1, 1)[0].causal
+    adjusted = block_mask(causal, 40)._adjust(TOKENS, TOKENS)
+    if adjusted.seq_lengths == (TOKENS, TOKENS):  # before torch 2.13, it ends with a whole block
+        assert recognise_masks(adjusted, TOKENS, 1, 1)[0].causal
+    else:
+        with pytest.raises(UnsupportedError, match="has 40 queries and 40 keys, the active sequence has 37 tokens"):
+            recognise_masks(adjusted, TOKENS, 1, 1)
 
 
 def test_calls_are_refused_on_all_ranks() -> None:
@@ -287,7 +382,7 @@ def test_calls_are_refused_on_all_ranks() -> None:
         q, k, v = (seq.shard(x, 2) for x in (q, k, v))
         cut = ring.sequence(cu_seqlens=list(CUTS), layout="zigzag")
         odd: list[tuple[dict[str, Any], Any, str]] = [
-            ({"block_mask": block_mask(sink_tokens)}, seq, "block_mask"),
+            ({"block_mask": block_mask(per_head)}, seq, "head 3 has another mask than head 0"),
             ({"block_mask": block_mask(causal, 19)}, seq, r"has 19 queries and 19 keys, the active sequence has 37"),
             ({"block_mask": block_mask(causal, batch=3)}, seq, "the batch has 2 rows"),
             ({"block_mask": block_mask(causal, heads=2)}, seq, "has 2 heads, but there are 4"),
@@ -296,6 +391,7 @@ def test_calls_are_refused_on_all_ranks() -> None:
             ({"kernel_options": {"BLOCK_M": 64}}, seq, "kernel_options"),
             ({"return_aux": AuxRequest(max_scores=True)}, seq, "max_scores"),
             ({"block_mask": block_mask(causal)}, cut, "block_mask connects them"),
+            ({"block_mask": block_mask(sink_tokens)}, cut, "block_mask connects them"),
             ({}, cut, "block_mask connects them"),
         ]
         for options, over, message in odd:
@@ -720,11 +816,12 @@ def with_hole(mod: Mod, query: int, key: int, queries: int = 8) -> Mod:
     return lambda b, h, q, k: mod(b, h, q, k) & ~((q >= query) & (q < query + queries) & (k == key))
 
 
+@pytest.mark.usefixtures("no_slices")
 @pytest.mark.parametrize(
     ("tokens", "query", "key", "how"),
     [
         (1500, 1001, 500, {}),
-        (1500, 1001, 500, {"separate_full_blocks": False}),
+        (1500, 1001, 500, WITHOUT_FULL_BLOCKS),
         (1500, 1001, 990, {"BLOCK_SIZE": 4096}),
     ],
 )
@@ -737,6 +834,17 @@ def test_a_hole_is_refused(tokens: int, query: int, key: int, how: dict[str, Any
     assert recognise_masks(mask, tokens, 1, 4) == (CAUSAL,)
 
 
+def test_a_hole_is_lowered_to_slices() -> None:
+    mod = with_hole(causal, 1001, 500)
+    (mask,) = recognise_masks(create_block_mask(mod, None, None, 1500, 1500, device="cpu"), 1500, 1, 4)
+    expected = masks.slices(
+        [(0, 1001), (1001, 1009), (1001, 1009), (1009, 1500)], [(0, 1001), (0, 500), (501, 1009), (0, 1500)],
+        ["causal", "full", "causal", "causal"],
+    )  # fmt: skip
+    assert mask.slices == expected
+
+
+@pytest.mark.usefixtures("no_slices")
 @pytest.mark.parametrize("where", ["row", "head"])
 @pytest.mark.parametrize("has_tables", [True, False])
 def test_a_hole_in_a_single_row_or_head_is_refused(where: str, has_tables: bool) -> None:

@@ -1,11 +1,13 @@
-"""The three states of a host's version: tested, expected to work, refused."""
+"""The three states of a host's version: tested, expected to work, refused. The table of hosts."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,6 +15,10 @@ import pytest
 from ringattn.adapters import host_versions
 from ringattn.adapters.host_versions import ABSENT, VARIABLE, Host, UntestedHostWarning, digest_of, source_digest
 from ringattn.errors import InputError, UnsupportedError
+from tests.adapters import environments
+from tests.adapters.environments import ROOT, interpreters, python_of_tests
+from tests.adapters.host_table import WRONG, cell, read
+from tests.adapters.other_hosts import OTHERS, run_cases, verdict_of
 
 HOSTS = [
     ("transformers", "transformers.attention"), ("transformers", "transformers.trainer"), ("accelerate", "accelerate"),
@@ -132,3 +138,89 @@ def test_the_installed_host_is_as_its_adapter_expects(package: str, adapter: str
     members = vars(import_module(f"ringattn.adapters.{adapter}"))
     hosts = [member for member in [*members.values(), *members.get("HOSTS", {}).values()] if isinstance(member, Host)]
     assert hosts and [host.differences() for host in hosts] == [[]] * len(hosts)
+
+
+# --- the table of other hosts ----------------------------------------------------------------------------------------
+
+
+def test_the_table_of_other_hosts_has_no_wrong_cell() -> None:
+    others = read().others
+    assert others and others.keys() <= OTHERS.keys()
+    for host, results in others.items():
+        assert results.keys() <= OTHERS[host].versions.keys()
+        for version, row in results.items():
+            assert list(row) == list(OTHERS[host].features), (host, version)
+            assert WRONG not in {cell(verdict) for verdict in row.values()}, (host, version, row)
+
+
+def test_each_feature_of_another_host_has_a_test() -> None:
+    for host in OTHERS.values():
+        for test in host.tests().values():
+            file, _, name = test.partition("::")
+            text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert f"\ndef {name.partition('[')[0]}" in text, test
+
+
+@pytest.mark.slow
+def test_a_run_of_tests_has_one_verdict_for_each_feature(tmp_path: Path) -> None:
+    """The verdict is the largest error of all cases, the error of ringattn, or the reason why no test ran."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    file = tmp_path / "test_features.py"
+    file.write_text(FEATURES, encoding="utf-8")
+    cases = run_cases(sys.executable, [str(file)], False, variables)
+    tests = {case.test.rpartition("::")[2].partition("[")[0]: case.test.partition("[")[0] for case in cases}
+    verdicts = {name: verdict_of(test, name == "test_refused", cases) for name, test in tests.items()}
+    assert verdicts == {
+        "test_exact": 5e-10,
+        "test_compared": pytest.approx(1e-7, rel=1e-3),
+        "test_refused": "refused: cp_size=3: leave it out",
+        "test_differs": "refused: relies on code that differs",
+        "test_script": "refused: a host differs",
+        "test_fails": "failed: assert 1 == 2",
+        "test_skipped": "not possible: no such function",
+        "test_on_gpu": "not possible: a Triton kernel needs a GPU",
+    }
+    assert [cell(verdict) for verdict in (0.0, 5e-10, *list(verdicts.values())[2:])] == [
+        "✓", "✓ 5e-10", "✗", "✗", "✗", "WRONG", "–", "–"
+    ]  # fmt: skip
+
+
+FEATURES = """
+import pytest, torch
+from ringattn import InputError, UnsupportedError
+
+@pytest.mark.parametrize("error", [1e-12, 5e-10])
+def test_exact(error):
+    assert error <= 1e-9
+
+def test_compared():
+    torch.testing.assert_close(torch.ones(2, dtype=torch.float64) + 1e-7, torch.ones(2, dtype=torch.float64))
+
+def test_refused():
+    with pytest.raises(InputError, match="cp_size=3"):
+        raise InputError("cp_size=3: leave it out")
+
+def test_differs():
+    raise UnsupportedError("relies on code that differs")
+
+def test_script():
+    printed = "ringattn script: loading a host\\nringattn script: a host differs\\nexit code 2"
+    assert not printed, (0, printed)
+
+def test_fails():
+    assert 1 == 2
+
+def test_skipped():
+    pytest.skip("no such function")
+
+def test_on_gpu():
+    raise RuntimeError("0 active drivers ([]). There should only be one.")
+"""
+
+
+def test_a_version_that_needs_a_python_this_machine_lacks_names_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert python_of_tests((3, 11)) == sys.executable
+    assert interpreters()[sys.version_info[:2]] == sys.executable
+    monkeypatch.setattr(environments, "interpreters", lambda: {(3, 11): "a", (3, 12): "b"})
+    with pytest.raises(RuntimeError, match=r"needs Python 9\.1 or later, and this machine has 3\.11, 3\.12"):
+        python_of_tests((9, 1))

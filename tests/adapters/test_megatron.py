@@ -22,30 +22,37 @@ from ringattn.testing import dense_attention, run_ranks
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about packages that are not installed
 
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
     torch_fully_sharded_data_parallel,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from ringattn.adapters.groups import close_rings, ring_of
-from ringattn.adapters.megatron import RingCoreAttention
+from ringattn.adapters.megatron import _SCALES_MTP, RingCoreAttention
 from tests.adapters.processes import whole, worst_error
 
 VOCABULARY, TOKENS, CUTS = 40, 16, [0, 4, 16]
 REAL = [0, 3, 12]
 """Documents of 3 and 9 tokens, padded to 4 and 12."""
+DISPATCHES = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters
+"""Whether Megatron's `get_batch_on_this_cp_rank` shards packed batches too: since 0.18."""
+
+LOGS = next(name for name in vars(MTPLossLoggingHelper) if name.startswith("save_"))
+"""Megatron's function that logs the losses of several tokens ahead on a GPU, by the name in this version."""
 
 
 class DenseCore(nn.Module):
@@ -67,6 +74,14 @@ OF_MODES: dict[str, dict[str, Any]] = {
     "FSDP2": {"transformer_impl": "local"},
 }  # fmt: skip
 """The options of the config, by mode."""
+OF_LOSSES: dict[str, dict[str, Any]] = {
+    "several tokens ahead": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3, "calculate_per_token_loss": True},
+    "experts": {
+        "num_moe_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.5, "add_bias_linear": False, "moe_router_dtype": "fp64",
+    },
+}  # fmt: skip
+"""The options of the config, by losses that Megatron adds."""
 
 
 @contextmanager
@@ -74,6 +89,9 @@ def on_a_cpu() -> Iterator[None]:
     """Patch Megatron to run without a GPU: it saves a GPU's random state with a checkpoint, and shards over GPUs."""
     mesh = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
     with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),  # without TransformerEngine
+        mock.patch.object(MTPLossLoggingHelper, LOGS),
         mock.patch.object(torch.cuda.random, "get_rng_state", return_value=torch.zeros(1)),
         mock.patch.object(random, "_set_cuda_rng_state"),
         mock.patch.object(torch_fully_sharded_data_parallel, "DeviceMesh", mesh),
@@ -91,16 +109,35 @@ def config(**options: Any) -> TransformerConfig:
 
 def gpt(core: type, groups: ProcessGroupCollection, **options: Any) -> GPTModel:
     """Return a GPT model whose weights are equal on every rank and in both models."""
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=options.get("num_moe_experts"), moe_grouped_gemm=False)
     spec.submodules.self_attention.submodules.core_attention = core
-    positions = "learned_absolute"  # Megatron's rotary embeddings over a context parallel group need a GPU
-    model = GPTModel(config(**options), spec, VOCABULARY, 64, position_embedding_type=positions, pg_collection=groups)
+    positions, settings = "learned_absolute", config(**options)  # Megatron's rotary embeddings need a GPU over ranks
+    further = get_gpt_mtp_block_spec(settings, spec, False) if "mtp_num_layers" in options else None
+    model = GPTModel(
+        settings, spec, VOCABULARY, 64, position_embedding_type=positions, pg_collection=groups, mtp_block_spec=further
+    )
+    for block in [model.mtp, *model.mtp.layers] if further is not None else []:
+        block.cp_group = groups.cp  # the block reads Megatron's global groups
     model.double()  # Megatron creates norms in float32, whatever the config says
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator) * 0.2)
     return model
+
+
+def cut(batch: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return this rank's shards of a batch from Megatron's function, whose arguments depend on the version."""
+    if DISPATCHES:
+        options.setdefault("is_hybrid_cp", False)
+    part: dict[str, Any] = get_batch_on_this_cp_rank(batch, **options)
+    return part
+
+
+def indices(cuts: Tensor, tokens: int, ranks: int, rank: int) -> Tensor:
+    """Return the rows of a rank in zigzag per document, like TransformerEngine's `thd_get_partitioned_indices`."""
+    chunks = [torch.arange(start, stop).chunk(2 * ranks) for start, stop in pairwise(cuts.tolist())]
+    return torch.cat([each[i] for each in chunks for i in (rank, 2 * ranks - 1 - rank)])
 
 
 def results(model: GPTModel, loss: Tensor) -> list[Tensor]:
@@ -134,12 +171,12 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
     reference = results(alone, alone(whole["tokens"], places, None, labels=whole["labels"]).sum())
     for kind in (None, "p2p", "all_gather", "a2a", "a2a+p2p"):
         model = gpt(RingCoreAttention, groups, context_parallel_size=2, cp_comm_type=kind)
-        shards = get_batch_on_this_cp_rank(dict(whole))
+        shards = cut(dict(whole))
         loss = model(shards["tokens"], shards["position_ids"], None, labels=shards["labels"]).sum()
         errors[f"batch, {kind}"] = error(results(model, loss), reference)
 
     def step(run: Any, model: GPTModel) -> list[Tensor]:
-        shards = get_batch_on_this_cp_rank(dict(whole))
+        shards = cut(dict(whole))
         return results(model, run(shards["tokens"], shards["position_ids"], None, labels=shards["labels"]).sum())
 
     for name, options in OF_MODES.items():
@@ -164,14 +201,41 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
         keep[:, part] = 1
         document = {name: x[:, part] for name, x in packed.items()}
         expected = expected + alone(document["tokens"], document["position_ids"], None, labels=document["labels"]).sum()
-    chunks = [torch.arange(start, stop).chunk(4) for start, stop in pairwise(CUTS)]
-    rows = torch.cat([each[i] for each in chunks for i in (rank, 3 - rank)])
+    rows = indices(torch.tensor(CUTS), TOKENS, 2, rank)
     real, padded = torch.tensor(REAL, dtype=torch.int32), torch.tensor(CUTS, dtype=torch.int32)
     params = PackedSeqParams("thd", real, real, padded, padded, 12, 12)
     model = gpt(RingCoreAttention, groups, context_parallel_size=2)
     shards = {name: x[:, rows] for name, x in packed.items()}
+    if DISPATCHES:
+        tex = SimpleNamespace(thd_get_partitioned_indices=indices)
+        with mock.patch.object(utils, "tex", tex, create=True):
+            shards = cut({**packed, "cu_seqlens": real[None], "cu_seqlens_padded": padded[None]})
     losses = model(shards["tokens"], shards["position_ids"], None, labels=shards["labels"], packed_seq_params=params)
     errors["packed"] = error(results(model, (losses * keep[:, rows]).sum()), results(alone, expected))
+    MTPLossAutoScaler.set_loss_scale(torch.ones(1, dtype=torch.float64))
+    lone.tp_cp = groups.tp
+    for name, options in OF_LOSSES.items():
+        if _SCALES_MTP and "mtp_num_layers" in options:
+            continue
+        alone = gpt(DenseCore, lone, **options)
+        model = gpt(RingCoreAttention, groups, context_parallel_size=2, **options)
+        shards = cut(dict(whole))
+        with on_a_cpu():  # Megatron's cross entropy is in float32
+            expected = alone(whole["tokens"], places, None, labels=whole["labels"]).double().sum()
+            loss = model(shards["tokens"], shards["position_ids"], None, labels=shards["labels"]).double().sum()
+            errors[name] = error(results(model, loss), results(alone, expected))
+        if name == "several tokens ahead":
+            expected = torch.zeros((), dtype=torch.float64)
+            shards = {entry: x[:1][:, rows] for entry, x in whole.items()}
+            params = PackedSeqParams("thd", padded, padded, None, None, 12, 12)
+            with on_a_cpu():
+                for start, stop in pairwise(CUTS):
+                    document = {entry: x[:1, start:stop] for entry, x in whole.items()}
+                    losses = alone(document["tokens"], document["position_ids"], None, labels=document["labels"])
+                    expected = expected + losses.double().sum()
+                arguments = shards["tokens"], shards["position_ids"], None
+                losses = model(*arguments, labels=shards["labels"], packed_seq_params=params).double()
+                errors[f"{name}, packed"] = error(results(model, losses.sum()), results(alone, expected))
     torch.distributed.destroy_process_group()
     return errors
 
@@ -179,7 +243,7 @@ def of_processes(spec: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.slow
 def test_a_model_over_two_processes_equals_one() -> None:
     for errors in run_ranks_in_processes("tests.adapters.test_megatron:of_processes", {}, 2, 120, 1):
-        assert len(errors) == 10 and max(errors.values()) < 1e-10, errors
+        assert len(errors) == (11 if _SCALES_MTP else 13) and max(errors.values()) < 1e-10, errors
 
 
 # --- one layer, ranks as threads -------------------------------------------------------------------------------------
@@ -242,6 +306,14 @@ def test_autocast_casts_as_megatrons_own_products() -> None:
                 out = core(ring)(*tensors, None)
                 torch.testing.assert_close(out, expected.bfloat16(), rtol=0.02, atol=0.02)
             assert core(ring)(q, k, v, None).dtype == torch.float64
+
+
+def test_padded_documents_with_several_tokens_ahead_are_refused() -> None:
+    """Megatron shifts labels at the documents without padding, so they would be shifted in other places."""
+    tensors = [x[0] for x in qkv(1, 16)]
+    params = PackedSeqParams("thd", torch.tensor(REAL), torch.tensor(REAL), torch.tensor(CUTS), torch.tensor(CUTS))
+    with Ring() as ring, pytest.raises(InputError, match="mtp_num_layers with padded documents"):
+        core(ring, mtp_num_layers=1)(*tensors, None, packed_seq_params=params)
 
 
 def test_padding_is_hidden_from_documents_both_ways() -> None:
@@ -335,6 +407,44 @@ def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         close_rings()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not _SCALES_MTP, reason="needs Megatron Core 0.17")
+def test_several_tokens_ahead_over_several_ranks_are_refused() -> None:
+    def body(ring: Ring) -> None:
+        shards = [x.transpose(0, 1) for x in qkv(1, 8)]
+        with pytest.raises(InputError, match=r"mtp_num_layers=1: since 0\.17, Megatron Core scales this loss"):
+            core(ring, mtp_num_layers=1)(*shards, None)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+@pytest.mark.skipif(not DISPATCHES, reason="needs Megatron Core 0.18")
+def test_documents_that_megatron_would_shard_as_one_sequence_are_refused() -> None:
+    """A row may be sharded as one sequence if it has one document, padded or not."""
+    tokens = torch.arange(TOKENS)[None]
+    options: dict[str, Any] = {"is_hybrid_cp": True, "hybrid_cp_group_func": lambda group_size: group_size}
+    by_version: list[dict[str, Any]] = [options]
+    if "use_per_sequence_balancing" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        by_version.append({"use_per_sequence_balancing": True})
+    with (
+        Ring() as ring,
+        mock.patch.object(torch.distributed, "get_world_size", return_value=2),
+        mock.patch.object(torch.distributed, "get_rank", return_value=1),
+    ):
+        core(ring)
+        core(ring)  # wraps Megatron's functions once only
+        for cuts, padded, documents in (([0, 4, 16, 16], None, 2), ([0, 9], [0, 16, 16], 1)):
+            batch = {
+                "tokens": tokens, "cu_seqlens": torch.tensor([cuts]), "local_cp_size": torch.tensor([2]),
+                "cu_seqlens_padded": None if padded is None else torch.tensor([padded]),
+            }  # fmt: skip
+            for arguments in by_version:
+                if documents > 1:
+                    with pytest.raises(InputError, match="a packed batch of 2 documents would be sharded as one"):
+                        cut(dict(batch), **arguments)
+                else:
+                    assert cut(dict(batch), **arguments)["tokens"].tolist() == [list(range(4, 12))]
 
 
 def test_what_is_refused() -> None:

@@ -181,7 +181,7 @@ def test_drawn_programs(first: int) -> None:
 
 @pytest.mark.slow
 def test_more_drawn_programs() -> None:
-    for seed in range(1000, 2000):
+    for seed in range(1000, 1500):
         check(Program.drawn(seed))
 
 

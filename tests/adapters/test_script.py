@@ -25,6 +25,7 @@ from ringattn.adapters.accelerate import RingAccelerator, RingParallelismConfig
 from ringattn.adapters.host_versions import source_digest
 from ringattn.adapters.transformers.trainer import FORWARDING, has_custom_loss
 from ringattn.cli import main
+from tests.adapters.environments import search_path
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import ROOT, run_program, worst_error
 from tests.adapters.test_trl import with_trl
@@ -44,7 +45,7 @@ def run(kind: str, folder: Path, processes: int, ranks: int | None, **env: str) 
     if processes == 1:
         run_program(*command, *arguments, **env)
     else:
-        run_under_torchrun([*command, *arguments], folder, processes, **{"PYTHONPATH": str(ROOT), **env})
+        run_under_torchrun([*command, *arguments], folder, processes, **{"PYTHONPATH": search_path(), **env})
     saved: dict[str, Any] = torch.load(folder / "saved.pt")
     return saved
 
@@ -60,13 +61,13 @@ def check_equal(actual: dict[str, Any], true: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "loop, translations", "trainer, translations"])
 def test_a_script_over_one_ring_equals_one_process(kind: str, tmp_path: Path) -> None:
     check_equal(run(kind, tmp_path / "ring", 2, ranks=2), run(kind, tmp_path / "plain", 1, ranks=None))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "further losses"])
 def test_a_script_over_two_rings_equals_two_processes(kind: str, tmp_path: Path) -> None:
     check_equal(run(kind, tmp_path / "rings", 4, ranks=2), run(kind, tmp_path / "plain", 2, ranks=None))
 
@@ -105,18 +106,23 @@ def test_dpotrainer_over_two_rings_equals_two_processes(tmp_path: Path) -> None:
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_script_that_creates_nothing_fails(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("import sys; print(sys.argv[1:], __name__)")
     command = [sys.executable, "-m", "ringattn", "script", str(script), "ranks=9", "--flag"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stdout == "['ranks=9', '--flag'] __main__\n"
-    assert "nothing.py created neither a Trainer nor an Accelerator, so nothing was trained over a ring" in ended.stderr
+    assert (
+        "nothing.py created no Trainer, Accelerator or DeepSpeed engine, so nothing was trained over a ring"
+        in ended.stderr
+    )
 
 
 SPLIT = "Accelerator(cpu=True, dataloader_config=Loaders(split_batches=True))"
 
 
+@pytest.mark.slow
 def test_an_error_names_the_line_of_the_script(tmp_path: Path) -> None:
     script = tmp_path / "split.py"
     script.write_text("from accelerate import Accelerator, DataLoaderConfiguration as Loaders\n\n" + SPLIT)
@@ -149,6 +155,7 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate, "Accelerator", accelerate.Accelerator)
     monkeypatch.setattr(auto, "_enabled", [])
     monkeypatch.setattr(auto, "created", [])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     auto.enable()
 
 
@@ -172,6 +179,21 @@ def test_every_trainer_is_one_over_a_ring(enabled: None, tmp_path: Path) -> None
     auto.enable()  # again, with the same arguments
     with pytest.raises(InputError, match="enable was called before, with"):
         auto.enable(cp_size=2)
+
+
+def test_deepspeed_is_replaced_when_it_is_imported(
+    enabled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deepspeed.py").write_text("def initialize(model): return 'plain', model")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setattr(auto.deepspeed, "initialize", lambda model, **options: (options, model))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("from deepspeed import initialize; result = initialize(5)", names)
+    assert names["result"] == ({"cp_size": None, "layout": "auto"}, 5) and auto.created == ["DeepSpeedEngine"]
+    names["__name__"] = "accelerate.accelerator"  # whose models are prepared already
+    exec("result = initialize(5)", names)
+    assert names["result"] == ("plain", 5) and auto.created == ["DeepSpeedEngine"]
 
 
 def test_trainers_that_cannot_be_exact_are_refused(enabled: None, tmp_path: Path) -> None:

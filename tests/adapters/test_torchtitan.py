@@ -21,6 +21,7 @@ from ringattn import InputError, Ring
 from ringattn.errors import DisagreementError, UnsupportedError
 from ringattn.launch.ranks import run_ranks_in_processes
 from ringattn.testing import dense_attention, run_ranks
+from tests.contract.mesh import on_mesh
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs spmd_types, which torchtitan imports")
@@ -30,7 +31,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import BaseAttention, FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.decoder_sharding import set_gqa_inner_attention_local_map
 from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
 
@@ -331,30 +332,25 @@ def test_what_the_trainer_may_not_ask_for() -> None:
     assert [row.documents for row in extra["attention_masks"]] == [(*starts, TOKENS) for starts in STARTS]
 
 
-def test_heads_over_ranks_of_tensor_parallelism() -> None:
+@on_mesh
+def test_heads_over_ranks_of_tensor_parallelism(mesh: DeviceMesh) -> None:
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, generator=generator) for _ in range(3))
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        module = adapter.RingAttention.Config().build()
-        heads = [DTensor.from_local(x, mesh, [Shard(2)]) for x in (q, k, v)]
-        out = module(*heads, out_transform=lambda out, lse: out * lse[..., None])
-        assert isinstance(out, DTensor) and out.placements == (Shard(2),)
-        reference, lse = dense_attention(q, k, v, causal=True)
-        expected = reference * lse.transpose(1, 2)[..., None]
-        torch.testing.assert_close(out.to_local(), expected, rtol=1e-10, atol=1e-10)
-        with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over ranks"):
-            module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
-    finally:
-        dist.destroy_process_group()
+    module = adapter.RingAttention.Config().build()
+    heads = [DTensor.from_local(x, mesh, [Shard(2)]) for x in (q, k, v)]
+    out = module(*heads, out_transform=lambda out, lse: out * lse[..., None])
+    assert isinstance(out, DTensor) and out.placements == (Shard(2),)
+    reference, lse = dense_attention(q, k, v, causal=True)
+    expected = reference * lse.transpose(1, 2)[..., None]
+    torch.testing.assert_close(out.to_local(), expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(InputError, match=r"attention over a ring takes Shard\(2\), heads over ranks"):
+        module(*(DTensor.from_local(x, mesh, [Shard(1)]) for x in (q, k, v)))
 
 
 # --- the Trainer -----------------------------------------------------------------------------------------------------
 
 STEPS = 10
-AT_TWO = ("plain", "packed", "full checkpointing", "partial_dtensor")
+AT_TWO = ("plain", "packed", "by over_ring", "full checkpointing", "partial_dtensor")
 
 
 def trained(folder: Path, ranks: int, *cases: str) -> dict[str, Any]:
@@ -386,3 +382,16 @@ def test_ten_steps_over_a_ring_equal_one_process(
         pairs = [pair for step in zip(steps, expected, strict=True) for pair in zip(*step, strict=True)]
         worst[case] = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
     assert max(worst.values()) < 1e-5, worst  # the losses are float32
+
+
+def test_over_ring_refuses_masks_that_it_does_not_know() -> None:
+    def config(inner: Any, model: Any = Llama3Model) -> Any:
+        attention = BaseAttention.Config(n_heads=2, inner_attention=inner)
+        settings = SimpleNamespace(_owner=model, traverse=lambda kind: [("layers.0", attention, None, None)])
+        return SimpleNamespace(model_spec=SimpleNamespace(model=settings))
+
+    with pytest.raises(UnsupportedError, match=r"layers\.0 has the inner attention ScaledDotProductAttention"):
+        adapter.over_ring(config(ScaledDotProductAttention.Config()))
+    masked = type("Windows", (Llama3Model,), {"get_attention_masks": None})
+    with pytest.raises(UnsupportedError, match="Windows makes its own attention masks"):
+        adapter.over_ring(config(FlexAttention.Config(), masked))

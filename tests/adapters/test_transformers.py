@@ -153,6 +153,11 @@ def test_the_page_of_the_docs_runs() -> None:
     run_page("embedding-transformers.md")
 
 
+@pytest.mark.slow
+def test_the_page_of_encoder_decoders_runs() -> None:
+    run_page("embedding-encoder-decoder.md")
+
+
 # --- attention dropout -----------------------------------------------------------------------------------------------
 
 

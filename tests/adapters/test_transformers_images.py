@@ -12,12 +12,13 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ringattn import DisagreementError, InputError, Ring
+from ringattn import DisagreementError, InputError, Ring, UnsupportedError, masks
 from ringattn.adapters.transformers import positions, prepare, shard_batch
 from ringattn.testing import run_ranks
 from tests.adapters.models import filled
-from tests.adapters.ranks import far_off
+from tests.adapters.ranks import far_from_one, far_off, far_off_sharded, in_double
 
 IMAGE, VIDEO = 60, 61
 TEXT = {
@@ -83,6 +84,9 @@ def logits(out: Any) -> Tensor:
 
 
 LLAMA = {**TEXT, "model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+GEMMA = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 3, "sliding_window": 6,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 8,
+         "rope_parameters": None}  # fmt: skip
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "image_size": 8,
         "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}  # fmt: skip
 SIGLIP = {**CLIP, "model_type": "siglip_vision_model"}
@@ -98,6 +102,8 @@ MERGED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...], d
     "cohere2_vision": ("Cohere2Vision", {"text_config": LLAMA | {"model_type": "cohere2"}, "downsample_factor": 2,
                        "vision_config": SIGLIP | {"image_size": 16}, "alignment_intermediate_size": 24},
                        (4, 4, 4), (3, 3, 16, 16), {}),
+    "gemma3": ("Gemma3", {"text_config": GEMMA, "vision_config": SIGLIP | {"image_size": 16}, "mm_tokens_per_image": 4},
+               (4, 4, 4), (3, 3, 16, 16), {}),
     "got_ocr2": ("GotOcr2", {"text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": SAM},
                  (1, 1, 1), (3, 3, 64, 64), {}),
     "internvl": ("InternVL", {"vision_config": INTERNVL}, (4, 4, 4), (3, 3, 16, 16), {}),
@@ -134,6 +140,8 @@ def merged_batch(name: str) -> dict[str, Tensor]:
         ids[row, start : start + count] = IMAGE
     generator = torch.Generator().manual_seed(2)
     inputs = {"input_ids": ids, "pixel_values": torch.randn(shape, dtype=torch.float64, generator=generator), **others}
+    if name == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).int()
     if name == "llava_onevision":
         ids[1, 5:8] = VIDEO
         inputs["pixel_values_videos"] = torch.randn(1, 2, 3, 8, 8, dtype=torch.float64, generator=generator)
@@ -188,6 +196,169 @@ def test_padding_and_loss(name: str) -> None:
 
     for loss in run_ranks(2, body, timeout_s=20.0):
         torch.testing.assert_close(loss, true, rtol=1e-5, atol=1e-5)  # rotary positions in float32
+
+
+@pytest.mark.parametrize(("name", "make"), [
+    ("gemma3", create_sliding_window_causal_mask), ("llava", create_causal_mask),
+])  # fmt: skip
+def test_other_masks_with_blocks_are_refused(name: str, make: Any) -> None:
+    """A union of a window and blocks (PaliGemma 2), and blocks of a model in which they may not be images."""
+    text = prepare(merged_model(name)).model.language_model
+    ids = torch.arange(8)[None]
+    mask = make(text.config, text.embed_tokens(ids), None, None, ids, block_sequence_ids=ids // 4)
+    with pytest.raises(UnsupportedError, match=r"is made with .*blockwise_overlay.*or_masks"):
+        mask.refuse()
+
+
+GRIDS = [[1, 4, 4], [1, 2, 6], [1, 2, 4], [1, 4, 8], [1, 2, 2]]
+"""Of five images with 4, 3, 2, 8 and 1 tokens."""
+
+
+def batch_of_images(name: str, count: int) -> dict[str, Tensor]:
+    """Return a batch of two rows with this number of images, whose sizes differ if the model allows it."""
+    ids = torch.randint(3, 59, (2, 27), generator=torch.Generator().manual_seed(1))
+    generator, sizes = torch.Generator().manual_seed(2), torch.tensor([[8, 16], [16, 16], [16, 8], [8, 8], [16, 16]])
+    inputs: dict[str, Tensor] = {"input_ids": ids}
+    if name in MODELS:
+        tokens = [t * h * w // 4 for t, h, w in GRIDS]
+        inputs |= {"image_grid_thw": torch.tensor(GRIDS[:count]), "pixel_values": pixels(GRIDS[:count])}
+    else:
+        tokens = [4] * 5
+        shape = (count, *MERGED[name][3][1:])
+        inputs["pixel_values"] = torch.randn(shape, dtype=torch.float64, generator=generator)
+        if name == "mistral3":
+            tokens = (sizes.prod(1) // 64).tolist()
+            inputs["image_sizes"] = sizes[:count]
+    for image, (row, start) in enumerate(((0, 3), (0, 12), (1, 2), (1, 8), (1, 20))[:count]):
+        ids[row, start : start + tokens[image]] = IMAGE
+    if name == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).int()
+    if name in MODELS:
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+    return inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODELS, *MERGED])
+def test_sharded_images_of_every_model(name: str) -> None:
+    """All gradients are exact if every rank runs the tower on some images, videos too."""
+    make, whole = (model, batch(name)) if name in MODELS else (merged_model, merged_batch(name))
+    assert far_off(partial(make, name), whole, score=logits, ranks=3, shard_images=True) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [
+    ("qwen2_5_vl", 2), ("qwen3_vl", 3), ("llava", 2), ("mistral3", 3), ("gemma3", 2),
+])  # fmt: skip
+def test_any_number_of_sharded_images(name: str, ranks: int) -> None:
+    """All gradients are exact with fewer images than ranks too."""
+    for count in (1, 2, 3, 5):
+        make, whole = partial(model if name in MODELS else merged_model, name), batch_of_images(name, count)
+        assert far_off(make, whole, score=logits, ranks=ranks, layout="contiguous", shard_images=True) < 1e-9, count
+
+
+@pytest.mark.slow
+def test_sharded_images_with_sharded_weights() -> None:
+    """A rank without an image takes part in the collective calls of FSDP2 inside the tower."""
+    whole = batch_of_images("qwen2_vl", 1)
+    whole["labels"] = torch.where(whole["input_ids"] == IMAGE, -100, whole["input_ids"])
+    blocks = ("model.visual.blocks.0", "model.visual.blocks.1")
+    assert far_off_sharded(partial(model, "qwen2_vl"), whole, blocks, shard_images=True) < 1e-9
+
+
+@pytest.mark.parametrize(("count", "patches"), [(5, [36, 36]), (1, [16, 16])])
+def test_images_are_balanced_by_their_patches(count: int, patches: list[int]) -> None:
+    """Every rank runs the tower on some images, and a rank without an image on the first one."""
+
+    def body(ring: Ring) -> int:
+        ours, patches = prepare(model("qwen2_vl"), shard_images=True), []
+        ours.model.visual.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
+        seq, shards = shard_batch(ring, batch_of_images("qwen2_vl", count), model=ours)
+        with ring.activate(seq), torch.no_grad():
+            ours(**shards)
+        (rows,) = patches
+        return int(rows)
+
+    assert run_ranks(2, body, timeout_s=20.0) == patches
+
+
+def test_images_that_cannot_be_sharded() -> None:
+    def body(ring: Ring) -> None:
+        whole = batch_of_images("llava", 3)
+        with pytest.raises(
+            UnsupportedError, match="shard_images: LlamaForCausalLM takes no images, or not like qwen2_vl, "
+        ):
+            prepare(filled(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))), shard_images=True)
+        ours = prepare(merged_model("llava"), shard_images=True)
+        seq, shards = shard_batch(ring, whole, model=ours)
+        ours.model.vision_tower.norm = torch.nn.BatchNorm1d(3)
+        with pytest.raises(InputError, match="of LlavaModel is a batch normalization"), ring.activate(seq):
+            ours(**shards)
+        del ours.model.vision_tower.norm
+        shards["image_sizes"] = torch.tensor([[8, 8], [8, 8]])
+        with pytest.raises(InputError, match=r"cannot be divided by images; .*'image_sizes': 2"), ring.activate(seq):
+            ours(**shards)
+        ring.barrier()
+
+    run_ranks(2, body, timeout_s=20.0)
+
+
+def gemma3_batch(padded: bool = False) -> dict[str, Tensor]:
+    """Return three rows with labels: two adjacent images and a third, one image at the start, and no image."""
+    whole = merged_batch("gemma3")
+    ids = torch.randint(3, 59, (3, 27), generator=torch.Generator().manual_seed(4))
+    for row, start in ((0, 3), (0, 7), (0, 19), (1, 0)):
+        ids[row, start : start + 4] = IMAGE
+    generator = torch.Generator().manual_seed(5)
+    whole |= {
+        "input_ids": ids, "token_type_ids": (ids == IMAGE).int(), "labels": torch.where(ids == IMAGE, -100, ids),
+        "pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=generator),
+    }  # fmt: skip
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, :2], mask[0, 21:], mask[2, 20:] = 0, 0, 0  # the padding of row 0 has the end of an image
+        whole["attention_mask"] = mask
+        whole["labels"] = torch.where((mask == 1) & (mask.roll(1, 1) == 1), whole["labels"], -100)
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "padded", "ranks"), [
+    ("contiguous", False, 2), ("contiguous", False, 3), ("contiguous", False, 4), ("zigzag", False, 3),
+    ("zigzag", True, 2), ("zigzag", True, 4),
+])  # fmt: skip
+def test_images_that_attend_in_both_directions(layout: str, padded: bool, ranks: int) -> None:
+    """Logits, loss and gradients are exact in layers with a window of 6 tokens and in layers without a window.
+
+    Two adjacent images are one block of 8 tokens, longer than the window.
+    """
+
+    def train(model: Any) -> Any:
+        if layout == "contiguous":
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    whole = gemma3_batch(padded)
+    with in_double():  # also while backward recomputes layers
+        error = far_from_one(partial(merged_model, "gemma3"), whole, train=train, layout=layout, ranks=ranks)
+    assert error < 1e-9
+
+
+def test_blocks_that_cannot_be_attended_to() -> None:
+    """Packed documents and a sequence with a mask are refused on all ranks."""
+
+    def body(ring: Ring) -> None:
+        ours, whole = prepare(merged_model("gemma3")), gemma3_batch()
+        row = {"input_ids": whole["input_ids"][1:2], "token_type_ids": whole["token_type_ids"][1:2]}
+        seq, shards = shard_batch(ring, {**row, "position_ids": torch.arange(27)[None] % 14}, model=ours)
+        with pytest.raises(InputError, match="give each document its own row"), ring.activate(seq):
+            ours(**shards)
+        seq, shards = shard_batch(ring, row, model=ours)
+        with pytest.raises(InputError, match="seq has mask=prefix:2"), ring.activate(seq.with_mask(masks.prefix(2))):
+            ours(**shards)
+        ring.barrier()
+
+    run_ranks(2, body, timeout_s=20.0)
 
 
 def refused(match: str, error: type[Exception] = InputError, name: str = "qwen2_vl", **changes: Any) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.contract.mesh import on_mesh
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -24,7 +25,7 @@ from ringattn.testing import run_ranks
 from tests.adapters import test_transformers_images as images
 from tests.adapters.models import build_model, tiny_model
 from tests.adapters.ranks import far_off, gradient_error, llama, refused
-from tests.adapters.test_transformers_refusals import HEADS, experts
+from tests.adapters.test_transformers_refusals import HEADS
 
 ROWS = torch.randint(3, 64, (2, 28), generator=torch.Generator().manual_seed(1))
 TOKENS = ROWS.shape[1]
@@ -94,14 +95,6 @@ def test_losses_that_other_inputs_than_labels_ask_for() -> None:
     spans = {"start_positions": torch.tensor([3, 20]), "end_positions": torch.tensor([9, 27])}
     refuses(lambda: build_model("BertForQuestionAnswering", "BertConfig", **BERT),
             r"BertForQuestionAnswering computed a loss in its own way, .*start_positions", **spans)  # fmt: skip
-
-
-def test_a_router_loss_with_logits_is_left_out() -> None:
-    def body(ring: Ring) -> None:
-        out = call(ring.sequence(TOKENS), experts(True))
-        assert "aux_loss" not in out and out.logits.shape == (2, 14, 64) and len(out.router_logits) == 1
-
-    run_ranks(2, body, timeout_s=10.0)
 
 
 # --- what is kept or left out ---------------------------------------------------------------------------------------
@@ -240,21 +233,18 @@ def test_positions_of_text_in_a_model_for_images(shape: str) -> None:
 # --- sinks ----------------------------------------------------------------------------------------------------------
 
 
-def test_sinks_that_lie_over_ranks_of_tensor_parallelism() -> None:
+@on_mesh
+def test_sinks_that_lie_over_ranks_of_tensor_parallelism(mesh: DeviceMesh) -> None:
     """The local part of sinks that are DTensors belongs to the local heads. A different number of sinks is refused."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, q = init_device_mesh("cpu", (1,)), torch.zeros(1, 6, 4, 8)
-        fewer = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
-        with pytest.raises(InputError, match=r"sinks is a DTensor with placements .* \(3,\) .* has 4 query heads"):
-            ring_attention(q, q, q, sinks=fewer)
-        model = tiny_model("gpt_oss", "ringattn")
-        true = model(input_ids=ROWS).logits
-        for layer in model.model.layers:
-            sharded = distribute_tensor(layer.self_attn.sinks.detach(), mesh, [Shard(0)])
-            layer.self_attn.sinks = torch.nn.Parameter(sharded)
-        with Ring() as ring:
-            assert torch.equal(call(ring.sequence(TOKENS), model).logits.argmax(-1), true.argmax(-1))
-        assert torch.equal(model(input_ids=ROWS).logits, true)
-    finally:
-        dist.destroy_process_group()
+    q = torch.zeros(1, 6, 4, 8)
+    fewer = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
+    with pytest.raises(InputError, match=r"sinks is a DTensor with placements .* \(3,\) .* has 4 query heads"):
+        ring_attention(q, q, q, sinks=fewer)
+    model = tiny_model("gpt_oss", "ringattn")
+    true = model(input_ids=ROWS).logits
+    for layer in model.model.layers:
+        sharded = distribute_tensor(layer.self_attn.sinks.detach(), mesh, [Shard(0)])
+        layer.self_attn.sinks = torch.nn.Parameter(sharded)
+    with Ring() as ring:
+        assert torch.equal(call(ring.sequence(TOKENS), model).logits.argmax(-1), true.argmax(-1))
+    assert torch.equal(model(input_ids=ROWS).logits, true)

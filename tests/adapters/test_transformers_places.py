@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+
+from tests.contract.mesh import on_mesh
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -238,20 +239,16 @@ def test_a_model_that_cannot_be_asked_for_its_places() -> None:
     refused(call, "Asking may count positions from padding or the mask, and cannot be probed")
 
 
-def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks() -> None:
+@on_mesh
+def test_a_model_of_sharded_embeddings_is_asked_without_their_hooks(mesh: DeviceMesh) -> None:
     """`computes_positions` calls embeddings without their hooks.
 
     Otherwise FSDP2 would take an embedding that is called first for the root module, and refuse the model's own call.
     """
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = tiny_model("llama", "eager")
-        expected = model(input_ids=ids(9)).logits
-        mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model.model.embed_tokens, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        assert not computes_positions(model)
-        assert torch.equal(model(input_ids=ids(9)).logits, expected)
-        assert isinstance(model.model.embed_tokens.weight, DTensor)  # the hooks are installed again
-    finally:
-        dist.destroy_process_group()
+    model = tiny_model("llama", "eager")
+    expected = model(input_ids=ids(9)).logits
+    fully_shard(model.model.embed_tokens, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert not computes_positions(model)
+    assert torch.equal(model(input_ids=ids(9)).logits, expected)
+    assert isinstance(model.model.embed_tokens.weight, DTensor)  # the hooks are installed again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
+from transformers.models.mixtral import modeling_mixtral
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ringattn import InputError, Ring
@@ -26,8 +28,9 @@ from ringattn.adapters import host_versions
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.dropout import seed_from
+from ringattn.adapters.transformers import trainer as trainer_adapter
 from ringattn.adapters.transformers.batches import WholeOutput
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer, has_custom_loss
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program
@@ -53,6 +56,7 @@ def check_trained(folder: Path, world_size: int, cases: tuple[str, ...]) -> None
         assert counted["tokens"] > 0 or case not in ("measured", "by configuration")
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_of_both_routes(tmp_path: Path) -> None:
     check_trained(tmp_path, 2, QUICK)
 
@@ -63,6 +67,13 @@ def test_checkpointed_layers_of_both_routes(tmp_path: Path) -> None:
 def test_trainer_over_processes(world_size: int, tmp_path: Path) -> None:
     """Training equals one process on one ring of two ranks (2 processes) and on two such rings (4 processes)."""
     check_trained(tmp_path, world_size, CASES[world_size])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hybrid_models_over_processes(tmp_path: Path) -> None:
+    """Train for twenty steps on padded texts."""
+    check_trained(tmp_path, 2, ("qwen3_5_text", "nemotron_h", "kimi_linear"))
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -94,8 +105,8 @@ def test_a_trainer_of_another_form(monkeypatch: pytest.MonkeyPatch, ring: Ring) 
     with pytest.raises(UnsupportedError, match=r"adapter's Trainer .*Trainer._prepare_context_parallel_inputs has ch"):
         RingTrainer(ring=ring)
     monkeypatch.undo()
-    monkeypatch.delattr(transformers.Trainer, "get_cp_size")  # as in 4.57, which counts the labels of every process
-    with pytest.raises(UnsupportedError, match=r"Trainer\.get_cp_size does not exist"):
+    monkeypatch.delattr(transformers.Trainer, "get_tp_size")
+    with pytest.raises(UnsupportedError, match=r"Trainer\.get_tp_size does not exist"):
         RingTrainer(ring=ring)
 
 
@@ -125,6 +136,21 @@ def test_a_trainer_that_adds_callbacks_before_it_sets_its_options_is_refused(rin
     trainer.callback_handler = SimpleNamespace(add_callback=lambda callback: None)
     with pytest.raises(UnsupportedError, match=r"RingParallelismConfig needs transformers 5\.2 or later"):
         trainer.add_callback(transformers.TrainerCallback())
+
+
+def test_a_router_loss_of_another_function_is_refused(
+    tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_trainer(tmp_path, ring, model=tiny_model("mixtral", "eager"))
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *arguments: 0)
+    with pytest.raises(UnsupportedError, match=r"MixtralForCausalLM .* computes it in its own way"):
+        build_trainer(tmp_path, ring, model=tiny_model("mixtral", "eager"))
+
+
+def test_label_names_that_batches_lack_are_refused(tmp_path: Path, ring: Ring) -> None:
+    trainer = build_trainer(tmp_path, ring, eval_dataset=texts(), args={"label_names": ["labels", "shift_labels"]})
+    with pytest.raises(InputError, match=r"label_names: the batch has labels but no shift_labels"):
+        trainer.evaluate()
 
 
 def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring) -> None:
@@ -220,27 +246,20 @@ def own_function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> A
     return outputs.logits.square().sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize(
-    ("bases", "options"),
-    [
-        ((OwnLoss, RingTrainer), {}),
-        ((RingTrainerMixin, Between), {}),
-        ((RingTrainer,), {"compute_loss_func": own_function}),
-    ],
-)
-def test_a_custom_loss_with_another_scale_is_refused(
-    bases: tuple[type, ...], options: dict[str, Any], tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("by_tp_size", [True, False])
+def test_the_scale_of_a_custom_loss_counts_rings(
+    by_tp_size: bool, tmp_path: Path, ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = type("Ours", bases, {})
-    build_trainer(tmp_path, ring, kind, **options).train()
-
-    def compute_loss(self: Any, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
-        return model(**inputs).loss * self.accelerator.num_processes  # as in transformers 5.18
-
-    monkeypatch.setattr(transformers.Trainer, "compute_loss", compute_loss)
-    build_trainer(tmp_path, ring)
-    with pytest.raises(UnsupportedError, match=r"compute_loss of Ours, or compute_loss_func: .* transformers 5\.19"):
-        build_trainer(tmp_path, ring, kind, **options)
+    trainer = build_trainer(tmp_path, ring, type("Ours", (RingTrainerMixin, Between), {}))
+    assert has_custom_loss(trainer)
+    monkeypatch.setattr(trainer_adapter, "_scales_by_tp_size", lambda: by_tp_size)  # False: before transformers 5.19
+    monkeypatch.setattr(trainer.accelerator.state, "num_processes", 6)
+    monkeypatch.setattr(trainer, "ring", SimpleNamespace(world_size=2))
+    with suppress(KeyError), trainer._whole_step(trainer.model, trainer.model, 0):
+        scale = trainer.accelerator.num_processes // (trainer.get_tp_size() if by_tp_size else 1)
+        assert scale == 3
+        raise KeyError
+    assert trainer.accelerator.num_processes == 6 and trainer.get_tp_size() == 1
 
 
 def test_a_loss_that_is_set_later(tmp_path: Path, ring: Ring) -> None:

@@ -48,7 +48,7 @@ def test_the_page_of_versions_shows_the_results_of_all_of_them() -> None:
     assert {outcome(verdict) for row in results.values() for verdict in row.values()} == {EXACT, REFUSED}
     assert len({tuple(row) for row in results.values()}) == 1
     minors = [version.rpartition(".")[0] for version in VERSIONS]
-    assert minors == list(attention.HOST.tested) == ["4.57", *trainer.HOST.tested]
+    assert minors == list(attention.HOST.tested) == list(trainer.HOST.tested)
 
 
 def test_a_difference_above_the_tolerance_or_a_nan_is_wrong() -> None:

@@ -87,12 +87,12 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers, parallelize, parallelize_llama
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-from ringattn.adapters.torchtitan import RingAttention, RingTrainerMixin
+from ringattn.adapters.torchtitan import RingAttention, RingTrainerMixin, over_ring
 
 if torch.__version__ < "2.14":
     # This fully_shard does not read spmd_types' annotations of weights yet, and refuses weights that are not DTensors.
@@ -107,6 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dense, packed": {"inner": "dense"},
     "plain": {"packed": False},
     "packed": {},
+    "by over_ring": {"inner": "over_ring"},
     "full checkpointing": {"checkpointing": FullAC.Config()},
     "partial_dtensor": {"backend": "partial_dtensor"},
 }
@@ -249,8 +250,10 @@ def trained(
     backend: str = "spmd_types",
 ) -> list[tuple[float, float]]:
     """Train for ten steps. Return the loss and the gradient norm of each step, over all ranks."""
-    attention = {"ring": RingAttention, "dense": Dense, "torchtitan": ScaledDotProductAttention}[inner]
-    trainer = {"ring": RingTrainer, "dense": DenseTrainer, "torchtitan": Trainer}[inner]
+    attention, trainer = {
+        "ring": (RingAttention, RingTrainer), "dense": (Dense, DenseTrainer),
+        "torchtitan": (ScaledDotProductAttention, Trainer), "over_ring": (FlexAttention, Trainer),
+    }[inner]  # fmt: skip
     spec = ModelSpec("llama3", "tiny", model(attention.Config()), parallelize_llama, None, None, None)
     config = trainer.Config(
         model_spec=spec,
@@ -271,6 +274,8 @@ def trained(
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=checkpointing,
     )  # fmt: skip
+    if inner == "over_ring":
+        config = over_ring(config)
     run = config.build()
     fill(run.model_parts[0])
     try:

@@ -25,7 +25,9 @@ from ringattn.adapters import auto
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from tests.adapters.hybrids import HYBRIDS, hybrid_model
 from tests.adapters.models import tiny_model, with_lora
+from tests.adapters.multi_token import multi_token_llama
 from tests.adapters.processes import forked, forked_ranks, whole, worst_error
 from tests.adapters.ranks import in_double
 
@@ -176,6 +178,14 @@ class Twice(AddsTerm):
         return ((outputs.logits.softmax(-1) - before.roll(1, -1).softmax(-1))[real(inputs)] ** 2).mean()
 
 
+class AddsRouterLoss(AddsTerm):
+    """A loss that adds the router loss again."""
+
+    def term(self, outputs: Any, inputs: Any, before: Any) -> Tensor:
+        router_loss: Tensor = outputs.aux_loss
+        return 0.3 * router_loss**2
+
+
 class Hidden(Trainer):
     """A loss from the model's squared loss, hidden states and weights. It ignores the number of labels of the step."""
 
@@ -226,16 +236,22 @@ LOSSES: dict[str, tuple[type[Trainer], dict[str, Any], dict[str, Any]]] = {
     "function": (Trainer, {}, {"compute_loss_func": sum_of_squares}),
     "padded on the left": (Trainer, {}, {"data_collator": left_padded}),
     "z-loss, padded on the left": (ZLoss, {}, {"data_collator": left_padded}),
+    "routed, own loss": (AddsRouterLoss, {}, {}),
     "z-loss, sharded": (ZLoss, SHARDED, {}),
 }
 """Losses that users define: the Trainer, and the TrainingArguments and arguments of Trainer that differ."""
+CONFIGURED = (
+    "forwards", "forwards, smoothed", "z-loss", "z-loss, labels of each process", "hidden states", "function",
+    "z-loss, sharded",
+)  # fmt: skip
+"""The losses that are also computed with a ring by configuration. The routes differ only in how they find the ring."""
 QUICK = ("packed, reentrant", "packed, reentrant by configuration")
 _TWO = (
     "packed",
     "made by model_init",
     "streamed",
     "measured",
-    *QUICK,
+    "packed, selecting keys",
     "by configuration",
     "plain by configuration",
     "packed by configuration",
@@ -244,8 +260,11 @@ _TWO = (
     "plain, compiled, checkpointed by configuration",
     "measured by configuration",
     "streamed by configuration",
+    "routed, checkpointed",
+    "routed, labels of each process",
+    "packed, several tokens ahead",
     *LOSSES,
-    *(f"{case} {BY_CONFIGURATION}" for case in LOSSES),
+    *(f"{case} {BY_CONFIGURATION}" for case in CONFIGURED),
     "packed, sharded by configuration",
 )
 CASES = {
@@ -285,9 +304,15 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
     if case.startswith("packed"):
         args |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3}
         trainer = {"train_dataset": texts(), "eval_dataset": texts()[:4], "data_collator": DataCollatorWithFlattening()}
+    if case.startswith("routed"):
+        args |= {"max_steps": 2}
+        trainer |= {"model": tiny_model("mixtral", "eager")}
+    if "several tokens ahead" in case:
+        trainer |= {"model": multi_token_llama()}
+    if "labels of each process" in case:
+        args |= {"average_tokens_across_devices": False}
     if case == "packed, labels of each process":
         (first, *others) = texts()
-        args |= {"average_tokens_across_devices": False}
         trainer |= {"train_dataset": [{"input_ids": first["input_ids"][1:]}, *others]}  # an odd number of labels
     if case.startswith("streamed"):
         args |= {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}}
@@ -302,6 +327,9 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
     if "own loss" in case:
         args |= {"max_steps": 2, "max_grad_norm": 0.0}
         trainer |= {"compute_loss_func": sum_of_squares, "eval_dataset": equal_texts()[:3]}
+    if "selecting" in case:
+        args |= {"max_steps": 20, "gradient_accumulation_steps": 1}
+        trainer |= {"train_dataset": texts() * 4}
     if case.endswith(BY_CONFIGURATION) and rings:
         args |= {"parallelism_config": RingParallelismConfig(cp_size=2)}
     if case.startswith("plain"):
@@ -320,8 +348,11 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
         trainer |= {"model_init": lambda: tiny_model("qwen2", "eager")}
     elif "compiled" in case:  # saves seconds of compilation
         trainer |= {"model": tiny_model("llama", "eager", num_hidden_layers=1)}
-    else:
-        trainer |= {"model": tiny_model("qwen2", "eager")}
+    elif "model" not in trainer:
+        trainer |= {"model": tiny_model("deepseek_v32" if "selecting" in case else "qwen2", "eager")}
+    if case in HYBRIDS:
+        args |= {"max_steps": 20, "gradient_accumulation_steps": 1, "logging_steps": 5, "learning_rate": 1e-3}
+        trainer |= {"model": hybrid_model(case), "train_dataset": texts(), "eval_dataset": texts()[:4]}
     if "LoRA" in case:
         trainer |= {"model": with_lora(trainer["model"])}
     return kind, args, trainer

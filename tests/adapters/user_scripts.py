@@ -15,30 +15,40 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, get_scheduler
 
-from tests.adapters.encoders import encoder, masked
+from tests.adapters.encoders import (
+    encoder,
+    encoder_decoder,
+    likeliest_of_logits,
+    masked,
+    translated,
+    translations,
+)
 from tests.adapters.models import tiny_model
+from tests.adapters.multi_token import multi_token_llama
 from tests.adapters.ranks import in_double
-from tests.adapters.trainer import MeanOfMeans, ZLoss, accuracy, likeliest, padded, texts
+from tests.adapters.trainer import MeanOfMeans, ZLoss, accuracy, padded, texts
 
 Result = tuple[Any, dict[str, list[Any]]]
 """The trained model, and values by name."""
 
 
-def loop(file: str, scheduled_by_processes: bool = False, masks: bool = False) -> Result:
+def loop(file: str, scheduled_by_processes: bool = False, of: str = "", name: str = "qwen2") -> Result:
     """Train with accelerate: accumulation, clipping, a learning rate that ends at 0, shuffling, and a metric.
 
-    `masks`: train a masked language model.
+    `of`: train a masked language model or an encoder-decoder of this class. Empty: the causal language model `name`.
     """
     loaders = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, dataloader_config=loaders)
     set_seed(5)
-    model = encoder("BertForMaskedLM") if masks else tiny_model("qwen2", "eager")
-    collate = masked() if masks else padded
+    data = texts()
+    model, collate = (encoder(of), masked()) if "Masked" in of else (tiny_model(name, "eager"), padded)
+    if "Conditional" in of:
+        model, collate, data = encoder_decoder(of), translations(of), translated(data)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(texts()[:11], batch_size=2, collate_fn=collate, shuffle=True)
-    evaluation = DataLoader(texts()[:7], batch_size=2, collate_fn=collate)
+    loader = DataLoader(data[:11], batch_size=2, collate_fn=collate, shuffle=True)
+    evaluation = DataLoader(data[:7], batch_size=2, collate_fn=collate)
     if scheduled_by_processes:
         loader, evaluation = accelerator.prepare(loader, evaluation)
         updates = -(-2 * len(loader) // 2)
@@ -69,7 +79,7 @@ def loop(file: str, scheduled_by_processes: bool = False, masks: bool = False) -
             with torch.no_grad():
                 outputs = model(**batch)
             predicted, labels = outputs.logits.argmax(-1), batch["labels"]
-            predicted = predicted == labels if masks else predicted[:, :-1] == labels[:, 1:]
+            predicted = predicted == labels if of else predicted[:, :-1] == labels[:, 1:]
             right.append(accelerator.gather_for_metrics(predicted.sum(1)))
             losses = accelerator.gather_for_metrics(outputs.loss.repeat(len(predicted)))
             values["losses"] += losses.tolist()
@@ -77,16 +87,22 @@ def loop(file: str, scheduled_by_processes: bool = False, masks: bool = False) -
     return model, values
 
 
-def trainer(file: str, kind: type[Trainer] = Trainer, **options: Any) -> Result:
-    """Train and evaluate with Trainer, or a class that overrides its loss."""
-    args = TrainingArguments(
+def trainer(file: str, kind: type[Trainer] = Trainer, of: str = "", model: Any = None, **options: Any) -> Result:
+    """Train and evaluate with Trainer, or a class that overrides its loss.
+
+    `of`: the class of an encoder-decoder. `model`: another causal language model.
+    """
+    args = (Seq2SeqTrainingArguments if of else TrainingArguments)(
         output_dir=os.path.dirname(file), per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=4,
         gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no",
         disable_tqdm=True, optim="sgd", remove_unused_columns=False, **{"use_cpu": True, **options},
     )  # fmt: skip
+    model, collate, data = model or tiny_model("qwen2", "eager"), padded, texts()
+    if of:
+        model, collate, data = encoder_decoder(of), translations(of), translated(data)
     host = kind(
-        model=tiny_model("qwen2", "eager"), args=args, train_dataset=texts(), eval_dataset=texts()[:8],
-        data_collator=padded, compute_metrics=accuracy, preprocess_logits_for_metrics=likeliest,
+        model=model, args=args, train_dataset=data, eval_dataset=data[:8], data_collator=collate,
+        compute_metrics=accuracy, preprocess_logits_for_metrics=likeliest_of_logits,
     )  # fmt: skip
     host.train()
     evaluated = host.evaluate()
@@ -95,6 +111,14 @@ def trainer(file: str, kind: type[Trainer] = Trainer, **options: Any) -> Result:
     if args.world_size == 1 or (hasattr(host, "ring") and host._rings()[0] == 1):
         losses.append(evaluated["eval_loss"])
     return host.model, {"losses": losses, "counts": [evaluated["eval_accuracy"]]}
+
+
+def further_losses(file: str) -> Result:
+    """Train a mixture of experts in a loop, and a model that predicts several tokens ahead with Trainer."""
+    experts, values = loop(file, name="mixtral")
+    predictor, others = trainer(file, model=multi_token_llama())
+    models = torch.nn.ModuleList([getattr(experts, "module", experts), predictor])
+    return models, {name: x + others.get(name, []) for name, x in values.items()}
 
 
 def with_deepspeed(file: str) -> Result:
@@ -125,7 +149,7 @@ def sft(file: str) -> Result:
     host = SFTTrainer(model=folder, args=args, train_dataset=data("text"), processing_class=tokenizer())
     host.train()
     logged = [entry for entry in host.state.log_history if "entropy" in entry]
-    counts = [[entry[metric] for metric in METRICS if metric != "loss"] for entry in logged]
+    counts = [[entry[metric] for metric in METRICS if metric in entry and metric != "loss"] for entry in logged]
     return host.model, {"losses": [entry["loss"] for entry in logged], "counts": counts}
 
 
@@ -158,9 +182,12 @@ def of_whole_texts(file: str, kind: str) -> Result:
 KINDS: dict[str, Callable[[str], Result]] = {
     "loop": loop,
     "loop, scheduled by processes": partial(loop, scheduled_by_processes=True),
-    "loop, masked": partial(loop, masks=True),
+    "loop, masked": partial(loop, of="BertForMaskedLM"),
+    "loop, translations": partial(loop, of="T5ForConditionalGeneration"),
     "trainer": trainer,
+    "trainer, translations": partial(trainer, kind=Seq2SeqTrainer, of="BartForConditionalGeneration"),
     "z-loss": partial(trainer, kind=ZLoss),
+    "further losses": further_losses,
     "mean of means": partial(trainer, kind=MeanOfMeans),
     "sft": sft,
     "deepspeed": with_deepspeed,

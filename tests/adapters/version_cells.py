@@ -196,6 +196,7 @@ EXACT: dict[str, Cell] = {
     "Mistral, packed": lambda: far_from_one(eager("mistral"), PACKED),
     "Gemma 2: windows in turn, softcap": lambda: far_from_one(eager("gemma2"), PACKED),
     "GPT-OSS: sinks, experts": lambda: far_from_one(eager("gpt_oss"), PLAIN),
+    "Mixtral: router loss, padded rows": lambda: far_from_one(eager("mixtral"), PADDED),
     "Llama 4: chunks, packed": lambda: far_from_one(eager("llama4_text", attn_temperature_tuning=False), PACKED),
     "gradient checkpointing": lambda: far_from_one(eager("mistral"), PACKED, train=checkpointed),
     "LoRA of PEFT": lambda: far_from_one(eager("llama"), PACKED, train=with_lora),

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench import choice, clock, dilated, margin, memory, placement, soak, soak_ranks, speed
+from ringattn.bench import choice, clock, dilated, latents, margin, memory, placement, soak, soak_ranks, speed
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
 from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, distinct_schedules, drawn, flops, judge, tables_of
 from ringattn.bench.clock import Sample
@@ -32,7 +32,9 @@ from ringattn.bench.shm import SIZES, calls_table, calls_verdict, messages_verdi
 from ringattn.bench.soak import GROWTH_MIB, slope_bytes
 from ringattn.bench.speed import STAGES, stages
 from ringattn.bench.timed_calls import PASSES, Shape, TimedCall, plans_of
-from ringattn.core.documents import CHOICES, EVEN, load_of, place, placed, placed_at_once
+from ringattn.core.areas import Load, Shards, areas_of
+from ringattn.core.layout import causal_documents
+from ringattn.core.placement import CHOICES, EVEN, place, placed, placed_at_once
 from ringattn.errors import InputError, RingError
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.simulate import simulate
@@ -515,12 +517,20 @@ def test_bad_options_are_refused(word: str) -> None:
 TOKENS = 131072
 
 
+def documents_load(cuts: tuple[int, ...], shards: Shards) -> Load:
+    return areas_of(causal_documents(cuts), cuts[-1]).load(shards)
+
+
+def documents_placed(cuts: tuple[int, ...], ranks: int) -> Shards:
+    return placed(causal_documents(cuts), cuts[-1], ranks)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("longest", [0, TOKENS // 4])
 def test_pairs_are_balanced_for_documents_of_a_published_distribution(ranks: int, longest: int) -> None:
     for seed in range(6):
         cuts = placement.draw_documents(TOKENS, seed, longest)
-        pairs = load_of(cuts, placed(cuts, ranks)).pairs
+        pairs = documents_load(cuts, documents_placed(cuts, ranks)).pairs
         assert max(pairs) * ranks <= 1.05 * sum(pairs), f"seed {seed}"
 
 
@@ -531,7 +541,8 @@ def test_placement_for_delivery_at_once_balances_pairs_with_few_rows(ranks: int,
     `fewest`: a lower bound on the rows that any equally balanced placement sends.
     """
     cuts = placement.draw_documents(TOKENS, seed)
-    load, steps = (load_of(cuts, place(cuts, ranks)) for place in (placed_at_once, placed))
+    mask = causal_documents(cuts)
+    load, steps = (documents_load(cuts, place(mask, TOKENS, ranks)) for place in (placed_at_once, placed))
     assert max(load.pairs) * ranks <= EVEN * sum(load.pairs)
     assert fewest <= sum(load.sent) <= (1.001 if seed == 2 else 1.1) * fewest
     assert sum(load.sent) < sum(steps.sent)
@@ -544,17 +555,40 @@ def test_placement_for_delivery_at_once_balances_pairs_with_few_rows(ranks: int,
 def test_cutting_a_dominant_document_at_its_end_sends_the_fewest_rows(ranks: int, seed: int, fewest: int) -> None:
     cuts = placement.draw_documents(TOKENS, seed)
     assert max(stop - start for start, stop in pairwise(cuts)) > TOKENS / 2
-    load = load_of(cuts, place(cuts, ranks, CHOICES[1]))
+    areas = areas_of(causal_documents(cuts), TOKENS)
+    cut_at_end, fastest = place(areas, ranks, CHOICES[1]), documents_placed(cuts, ranks)
+    load = areas.load(cut_at_end)
     assert fewest <= sum(load.sent) <= 1.01 * fewest
-    fastest = load_of(cuts, placed(cuts, ranks))
-    assert fastest.in_steps < load.in_steps and sum(fastest.sent) <= 1.15 * fewest, "zigzag sends a few more rows"
+    steps, steps_at_end = areas.in_steps(fastest), areas.in_steps(cut_at_end)
+    assert steps is not None and steps_at_end is not None
+    assert steps < steps_at_end and sum(areas.load(fastest).sent) <= 1.15 * fewest, "zigzag sends a few more rows"
+
+
+def test_documents_may_be_uneven_where_their_steps_are_shorter() -> None:
+    cuts = placement.draw_documents(TOKENS, 14)
+    areas = areas_of(causal_documents(cuts), TOKENS)
+    chosen = documents_placed(cuts, 8)
+    pairs, steps = areas.load(chosen).pairs, areas.in_steps(chosen)
+    even = areas.in_steps(placed_at_once(causal_documents(cuts), TOKENS, 8))
+    assert max(pairs) * 8 > 1.1 * sum(pairs)
+    assert steps is not None and even is not None and steps < 0.75 * even
+
+
+def test_trees_have_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    placement.main([
+        "tokens=512", "ranks=2", "seeds=1", "longest_tokens=0", "heads=2", "kv_heads=1", "trees=5", "tree_tokens=4096",
+        "fills=80", f"results={tmp_path}",
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    chain = next(line for line in printed.splitlines() if " chain " in line)
+    assert "1.000" in chain and all(shape in printed for shape in placement.TREES)
 
 
 def test_direct_sends_exactly_the_rows_that_are_read() -> None:
     options = placement.PlacementOptions(heads=2, kv_heads=1, head_dim=8, schedule="direct")
     cuts = placement.draw_documents(4096, 3)
     figures = placement.measure_layout(cuts, "documents", 4, options)
-    assert figures.sent == figures.read == sum(load_of(cuts, placed(cuts, 4)).sent) > 0
+    assert figures.sent == figures.read == sum(documents_load(cuts, documents_placed(cuts, 4)).sent) > 0
 
 
 def test_the_placement_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -584,6 +618,12 @@ def test_a_long_ring_loses_its_share_and_a_short_one_less(tmp_path: Path, capsys
     assert "| h100    | causal | 8192" in capsys.readouterr().out
 
 
+def test_latents_are_a_71st_of_the_keys_of_deepseek(tmp_path: Path):
+    latents.main(["tokens=4096", "per_node=8", f"results={tmp_path}"])
+    ((*_, sent, keys, _, _, auto),) = json.loads((tmp_path / "latents.json").read_text())["rows"]
+    assert float(keys) / float(sent) == pytest.approx(128 * 320 / 576, rel=1e-3) and auto == "latents"
+
+
 @pytest.mark.parametrize(("by", "message"), [(2.0, "a margin of 4"), (0.5, "a margin of 4")])
 def test_a_wrong_margin_stops_the_benchmark(
     by: float, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -609,6 +649,7 @@ def test_a_wrong_margin_stops_the_benchmark(
 # --- the picture of memory -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture_of_memory_shows_the_gain_over_one_device() -> None:
     """The picture of memory has three lines: one device, one rank of the ring, and this rank's share of the tensors.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from ringattn.bench import faults, many, many_ranks, two_nodes
 from ringattn.bench.clock import Sample
@@ -48,12 +49,12 @@ def forkserver() -> None:
 
 
 def run_cells(cells: Sequence[tuple[str, str]]) -> list[Outcome]:
-    """Run cells (fault, column) of the table, three at a time because they mostly wait. Return their outcomes."""
+    """Run cells (fault, column) of the table, four at a time because they mostly wait. Return their outcomes."""
 
     def run(cell: tuple[str, str]) -> Outcome:
         return run_fault(FAULTS[cell[0]], cell[1], 1, grace_s=GRACE_S)
 
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(4) as pool:
         return list(pool.map(run, cells))
 
 
@@ -338,6 +339,23 @@ def test_every_nccl_option_hops_over_the_simulated_library(monkeypatch: pytest.M
                 and all(figure["us"] > 0 for figure in hops.values())
                 and both["both_us"] > 0
             )
+
+
+def test_one_gpu_is_measured_with_the_fastest_kernel_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring is compared with cuDNN where torch has it, which torch prefers only on request."""
+    first, attention = list[int](), many_ranks.scaled_dot_product_attention
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        first.append(torch._C._get_sdp_priority_order()[0])
+        return attention(*args, **options)
+
+    monkeypatch.setattr(many_ranks, "scaled_dot_product_attention", recorded)
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 8, "tokens": 32, "dtype": "float32", "count": 1}
+    with Ring(engine="plain") as ring:
+        monkeypatch.setattr(many_ranks, "open_ring", lambda case: nullcontext(ring))
+        figures = many_ranks.ring(shape)
+    assert figures["one_us"] > 0 and len(first) > 1
+    assert set(first) == {SDPBackend.CUDNN_ATTENTION.value} != {torch._C._get_sdp_priority_order()[0]}
 
 
 # --- two nodes with slow links between their ranks -------------------------------------------------------------------

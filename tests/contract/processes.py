@@ -168,9 +168,7 @@ def _serve(rank: int, world_size: int, port: str, pipe: Connection) -> None:
 
     An outcome is a pair: the traceback or None, and the result.
     """
-    # For each connection to a store, torch resolves the name of the other end, and a lost DNS query costs five seconds
-    # by default.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RES_OPTIONS="timeout:1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
     while True:
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,20 +17,22 @@ from ringattn.core.geometry import CAUSAL, FULL, UNBOUNDED, Band, StridedRange
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import Branch, Mask, make_mask
 from ringattn.core.problem import Problem
+from ringattn.core.rectangles import Rectangle, Rectangles, segments
 from ringattn.errors import InputError
+from tests.fuzz.reference import plain_counts
 from tests.oracle import allowed_mask
-from tests.strategies import Case, branched_cases, cuts, mask_options, reference_of
+from tests.strategies import Case, branched_cases, cuts, mask_options, masks_by_head, reference_of, slice_sets, trees
 
 
 @given(st.data(), st.integers(0, 12))
 def test_options_mean_what_the_oracle_says(data: st.DataObject, length: int) -> None:
     documents = data.draw(st.one_of(st.none(), cuts(length)))
-    options = data.draw(mask_options(1 if documents is None else len(documents) - 1))
+    options = data.draw(mask_options(1 if documents is None else len(documents) - 1, documents or (0, length)))
     mask = make_mask(length, length, documents=documents, kv_documents=documents, **options)
-    assert reference_of(mask, 1).max(initial=0) <= 1
+    assert reference_of(mask, 1, length, length).max(initial=0) <= 1
     cu_seqlens = None if documents is None else list(documents)
     expected = allowed_mask(length, length, cu_seqlens=cu_seqlens, **options)
-    assert np.array_equal(reference_of(mask, 1)[0], expected.numpy())
+    assert np.array_equal(reference_of(mask, 1, length, length)[0], expected.numpy())
 
 
 @given(st.data(), st.integers(0, 12), st.integers(0, 12), st.integers(1, 3))
@@ -37,7 +41,40 @@ def test_cross_documents_pair_by_index(data: st.DataObject, length: int, kv_leng
     options = data.draw(mask_options(documents))
     mask = make_mask(length, kv_length, documents=cu, kv_documents=kv_cu, **options)
     expected = allowed_mask(length, kv_length, cu_seqlens=list(cu), kv_cu_seqlens=list(kv_cu), **options)
-    assert np.array_equal(reference_of(mask, 1)[0], expected.numpy())
+    assert np.array_equal(reference_of(mask, 1, length, kv_length)[0], expected.numpy())
+
+
+@given(st.data(), st.integers(0, 12), st.integers(0, 12))
+def test_slices_and_groups_of_heads_mean_what_the_oracle_says(data: st.DataObject, length: int, kv_length: int) -> None:
+    value = data.draw(st.one_of(slice_sets(length, kv_length), masks_by_head(length, kv_length)))
+    reference = reference_of(make_mask(length, kv_length, mask=value, q_heads=4), 4, length, kv_length)
+    expected = plain_counts(length, None, kv_length, None, mask=value.text).pairs[0].expand(4, -1, -1)
+    assert np.array_equal(reference, expected.numpy())
+
+
+@given(st.data(), st.integers(0, 12))
+def test_the_text_of_a_mask_reads_back(data: st.DataObject, length: int) -> None:
+    drawn = st.one_of(slice_sets(length, length), masks_by_head(length, length), trees(length))
+    value = data.draw(drawn)
+    assert masks.from_text(value.text) == value
+
+
+@given(st.data(), st.integers(1, 12))
+def test_slices_that_overlap_are_refused(data: st.DataObject, length: int) -> None:
+    """The error names a pair that both slices have, and disjoint slices raise none."""
+    kinds = ["full", "causal", "causal_from_start", "inverse_causal", "bi_causal"]
+    edges = st.tuples(st.integers(0, length), st.integers(0, length)).map(sorted)
+    ranges = [(data.draw(edges), data.draw(edges), data.draw(st.sampled_from(kinds))) for _ in range(3)]
+    pairs = [plain_counts(length, None, length, None, mask=masks.slices([q], [k], kind).text).pairs[0, 0]
+             for q, k, kind in ranges]  # fmt: skip
+    counts = torch.stack(pairs).sum(0)
+    if counts.max() <= 1:
+        assert isinstance(masks.slices(*zip(*ranges, strict=True)), masks.Slices)
+        return
+    with pytest.raises(InputError, match="in two slices") as error:
+        masks.slices(*zip(*ranges, strict=True))
+    q, k = map(int, re.findall(r"query (\d+) attends to key (\d+)", str(error.value))[0])
+    assert counts[q, k] > 1
 
 
 @pytest.mark.parametrize(
@@ -58,7 +95,7 @@ def test_cross_documents_pair_by_index(data: st.DataObject, length: int, kv_leng
     ],
 )
 def test_bands(options: dict[str, Any], band: Band) -> None:
-    assert make_mask(9, 7, **options) == Mask((Branch((0, 9), (0, 7), band),))
+    assert make_mask(9, 7, **options) == Mask.of(segments([(0, 9, 0, 7)], band))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +112,11 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
         ({"mask": "chunked:8"}, r"mask='chunked:8' is not a mask; make one with ringattn\.masks"),
         ({"mask": masks.prefix(2)}, r"masks\.prefix needs causal=True"),
         ({"mask": masks.prefix((1, 2)), "causal": True}, r"masks\.prefix has 2 numbers for 1 documents; give one, or"),
+        ({"mask": masks.bidirectional_blocks([(1, 3)])}, r"masks\.bidirectional_blocks needs causal=True"),
+        (
+            {"mask": masks.bidirectional_blocks([(1, 3)]), "causal": True},
+            r"masks\.bidirectional_blocks needs .* of the same tokens",
+        ),
         ({"mask": masks.global_tokens(2)}, r"masks\.global_tokens needs a window"),
         ({"documents": (0, 9)}, r"^seq has documents and kv_seq has none"),
         ({"kv_documents": (0, 7)}, r"^kv_seq has documents and seq has none"),
@@ -84,6 +126,22 @@ def test_bands(options: dict[str, Any], band: Band) -> None:
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         make_mask(9, 7, **options)
+
+
+@pytest.mark.parametrize("block", [(2, 6), (7, 10), (12, 14)])
+def test_a_block_lies_in_one_document(block: tuple[int, int]) -> None:
+    with pytest.raises(
+        InputError, match=rf"block from {block[0]} to {block[1]} is not inside one document of 9 tokens"
+    ):
+        make_mask(
+            9, 9, causal=True, mask=masks.bidirectional_blocks([block]), documents=(0, 4, 9), kv_documents=(0, 4, 9)
+        )
+
+
+def test_a_block_of_one_token_leaves_the_mask_as_it_is() -> None:
+    assert make_mask(9, 9, causal=True, mask=masks.bidirectional_blocks([(3, 4), (8, 9)])) == make_mask(
+        9, 9, causal=True
+    )
 
 
 def test_a_chunk_that_cuts_nothing_leaves_the_mask_as_it_is() -> None:
@@ -123,7 +181,7 @@ def test_parts_cut_the_heads_where_branches_do(case: Case) -> None:
     ],
 )
 def test_parts_of_six_heads_on_three(heads: list[StridedRange | None], parts: list[tuple[int, int]]) -> None:
-    mask = Mask(tuple(Branch((0, 4), (0, 4), FULL, run) for run in heads))
+    mask = Mask(tuple(Branch(Rectangles([Rectangle(0, 4, 0, 4)]), run) for run in heads))
     assert [part.kv_heads for part in mask.parts(6, 3)] == [StridedRange(*part) for part in parts]
     assert [part.q_heads for part in mask.parts(6, 3)] == [StridedRange(2 * start, 2 * count) for start, count in parts]
 

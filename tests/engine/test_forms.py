@@ -117,7 +117,7 @@ def test_another_form_for_a_tensor_has_the_tables_of_the_pass(launched: Recorded
 )
 def test_gluon_by_name_refuses_unsupported_calls(case: dict[str, Any], why: str, launched: Recorded) -> None:
     for engine in (TritonEngine(form="gluon"), TritonEngine(configs_for(90, HALF, 128)._replace(forward=CONFIG))):
-        with pytest.raises(UnsupportedError, match=f"form='gluon': .*{why}.*; leave the form to the table"):
+        with pytest.raises(UnsupportedError, match=f"form='gluon': .*{why}.*; leave form unset"):
             run_forward(engine, **({name: rows() for name in "qkv"} | case))
     assert not launched.calls
 
@@ -156,7 +156,7 @@ def test_a_triton_without_gluon_runs_descriptors(launched: Recorded, monkeypatch
     gluon_missing.cache_clear()
     run_forward(TritonEngine(), rows(), rows(), rows())
     assert form_of(launched.calls[0]) == "descriptors"
-    assert "forward by the form descriptors (the Gluon kernel needs Triton" in forms.describe_forms(
+    assert "forward uses form descriptors (the Gluon kernel needs Triton" in forms.describe_forms(
         90, HALF, (128, 128), ()
     )
     assert "on sm_90: descriptors, or" in forms.on_device((9, 0)) and "not 3.9.0" in forms.on_device((9, 0))

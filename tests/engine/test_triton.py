@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ringattn.engine.triton as engine_module
+from ringattn.engine import select
 from ringattn.engine.base import Engine, Softmax
-from ringattn.engine.select import choose
 from ringattn.engine.triton import PassTables, TritonEngine
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.launch import Config
@@ -20,7 +20,8 @@ HOST = torch.device("cpu")
 
 def choose_triton(device: torch.device, dim: int = 64, softcap: float | None = None) -> Engine:
     softmax = Softmax(1.0, 1, softcap)
-    return choose.__wrapped__("triton", device, torch.float32, dim, dim, softmax, 6).engine
+    call = select._Call(device, torch.float32, (dim, dim), softmax, 6, repeats=False)
+    return select._choose.__wrapped__("triton", call).engine
 
 
 def test_triton_is_refused_by_name_without_a_gpu() -> None:

@@ -4,7 +4,8 @@ seed=N       run one case and print it, and whether it holds
 seconds=60   how long to run (overnight: seconds=3600)
 cases=N      stop after N cases
 start=SEED   the first seed; by default a fresh one
-kinds=a,b    attention, dilated, layers, sequences, order, disagree, nan, processes, idle, triton (only when named)
+kinds=a,b    attention, dilated, layers, sequences, order, disagree, nan, processes, idle, states,
+             triton (only when named)
 jobs=1       processes that run cases
 failures=1   stop after this many failures
 """

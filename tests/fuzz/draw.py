@@ -11,6 +11,7 @@ from random import Random
 from tests.fuzz.choices import MODES, RANKS, Case, draw_nodes, maybe, numbers, schedule, sequence
 from tests.fuzz.draw_calls import branches, call, draw_activation, draw_frozen, next_call, odd
 from tests.fuzz.draw_idle import draw_idle
+from tests.fuzz.draw_states import draw_states
 
 KINDS = {
     "attention": 30,
@@ -23,6 +24,7 @@ KINDS = {
     "nan": 3,
     "processes": 3,
     "triton": 2,
+    "states": 5,
 }
 """Weight of each kind."""
 USUAL = tuple(kind for kind in KINDS if kind != "triton")
@@ -45,6 +47,8 @@ def draw(seed: int) -> Case:
         return case | {"seq": sequence(r, case), "cut_later": maybe(r, 0.2), "tensors": _tensors(r)}
     if kind == "idle":
         return draw_idle(r, case)
+    if kind == "states":
+        return draw_states(r, case)
     case |= numbers(r, kind)
     if kind in ("attention", "dilated", "processes", "nan") and maybe(r, 0.25):
         case["nodes"] = draw_nodes(r)

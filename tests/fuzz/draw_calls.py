@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from ringattn import masks
+from ringattn.errors import InputError
 from ringattn.schedule.routes import NUMBERED
 from tests.fuzz.choices import (
     BATCH_LAST,
@@ -155,12 +157,24 @@ def _maybe_bad(r: Random, call: Case) -> None:
 
 
 def draw_mask(r: Random, call: Case) -> None:
-    """Draw a mask for some calls: chunks, prefixes or global tokens."""
+    """Draw a mask for some calls: chunks, prefixes, global tokens, blocks, slices, a tree, or a mask per head."""
     options = call["options"]
     if call["op"] != "attention" or call["via"] == "sdpa":
         return
     sizes = [1, 2, 3, 4, 8, 16, r.randint(1, 60)]
-    if maybe(r, 0.2):
+    length = call["seq"]["length"]
+    kv_length = length if call["kv_seq"] is None else call["kv_seq"]["length"]
+    whole = call["seq"]["documents"] is None and not options.get("alibi_slopes")
+    looks_ahead = options.get("window") and options["window"][1] not in (None, -1, 0)
+    if whole and not options["causal"] and "window" not in options and maybe(r, 0.3):
+        options["mask"] = _slices(r, length, kv_length)
+    elif whole and call["kv_seq"] is None and not looks_ahead and maybe(r, 0.15):
+        options["mask"] = _tree(r, length)
+    elif whole and call["kv_seq"] is None and not looks_ahead and maybe(r, 0.1):
+        first = r.randint(0, call["heads"][0])
+        groups = [(first, _tree(r, length)), (call["heads"][0] - first, r.choice(["", f"chunked:{r.choice(sizes)}"]))]
+        options["mask"] = "by_head:" + ";".join(f"{heads}={mask}" for heads, mask in groups if heads)
+    elif maybe(r, 0.2):
         options["mask"] = f"chunked:{r.choice(sizes)}"
     elif options["causal"] and maybe(r, 0.4):
         documents = call["seq"]["documents"]
@@ -169,15 +183,48 @@ def draw_mask(r: Random, call: Case) -> None:
         options["mask"] = masks.prefix(tokens).text
     elif "window" in options and maybe(r, 0.4):
         options["mask"] = f"global_tokens:{r.choice(sizes)}"
+    elif options["causal"] and call["kv_seq"] is None and maybe(r, 0.3):
+        edges = []
+        for start, stop in pairwise(call["seq"]["documents"] or (0, call["seq"]["length"])):
+            edges += sorted(r.randint(start, stop) for _ in range(r.choice([0, 2, 4, 6])))
+        options["mask"] = masks.BidirectionalBlocks(tuple(edges or (0, 0))).text
+
+
+def _slices(r: Random, length: int, kv_length: int) -> str:
+    """Return the text of some slices; those that overlap earlier ones are left out."""
+    items: list[str] = []
+    for _ in range(r.randint(0, 6)):
+        (q, q_stop), (k, k_stop) = (sorted(r.randint(0, end) for _ in range(2)) for end in (length, kv_length))
+        item = f"{q}-{q_stop}x{k}-{k_stop}{r.choice('fcsib')}"
+        try:
+            masks.from_text("slices:" + ",".join([*items, item]))
+        except InputError:
+            continue
+        items.append(item)
+    return "slices:" + ",".join(items)
+
+
+def _tree(r: Random, length: int) -> str:
+    """Return the text of a tree of some tokens: deep or wide, with empty nodes and several roots."""
+    edges = [0, *sorted(r.randint(0, length) for _ in range(r.choice([0, 1, 2, 3, 5, 8]))), length]
+    parents, path = [], [-1]
+    for node in range(len(edges) - 1):
+        del path[len(path) if maybe(r, 0.4) else r.randint(1, len(path)) :]
+        parents.append(path[-1])
+        path.append(node)
+    return masks.tree(parents, [stop - start for start, stop in pairwise(edges)]).text
 
 
 def draw_frozen(r: Random, case: Case) -> None:
     """Draw for each rank which inputs of a call need gradients, as if some ranks had frozen a part of the model.
 
-    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient. If a call uses one, at
-    least one input needs a gradient on each rank.
+    A reentrant checkpoint runs no backward on a rank where none of its inputs needs a gradient. NCCL does not compare
+    equal calls again, of which one may need gradients on all ranks and another on some. In both cases, at least one
+    input needs a gradient on each rank.
     """
-    calls, min_grads = case["calls"], int(any(call["mode"] == "reentrant" for call in case["calls"]))
+    calls = case["calls"]
+    repeats = case.get("transport") == "nccl" and any(call["like"] is not None for call in calls)
+    min_grads = int(repeats or any(call["mode"] == "reentrant" for call in calls))
     if case["ranks"] == 1 or not maybe(r, 0.35):
         return
     for call in calls:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import InputError, RingError
-from tests.fuzz import calls, layers, sequences
+from tests.fuzz import calls, layers, sequences, states
 from tests.fuzz.draw import Case
 from tests.fuzz.expected import Expected, Results, expected
 from tests.fuzz.legal import calls_differ, must_refuse
@@ -34,6 +34,8 @@ def check(case: Case) -> None:
             _order(case, on_threads(sequences.gathers_on_rank, case))
         elif case["kind"] == "layers":
             _layer(case)
+        elif case["kind"] == "states":
+            _states(case)
         else:
             _calls(case)
 
@@ -155,6 +157,24 @@ def _layer(case: Case) -> None:
             every = torch.cat([torch.zeros_like(value) if result is None else result for result in shards], 1)
             whole = torch.empty_like(every).index_copy_(1, rows, every)
         _compare_one(name, whole, expected_result)
+
+
+def _states(case: Case) -> None:
+    run: Callable[..., Outcomes] = _processes.run if case["transport"] in ("shm", "gloo") else on_threads
+    try:
+        by_rank = _all_returned(run(states.on_rank, case))
+    except AssertionError as error:
+        raise Wrong(str(error)) from error
+    refusals = [result.get("refused") for result in by_rank]
+    reason = states.must_refuse(case)
+    if any(bool(reason) != bool(refusal) for refusal in refusals):
+        raise Wrong(f"refused: {refusals}; it should be refused because {reason}")
+    if reason:
+        return
+    rows = torch.cat([result["rows"] for result in by_rank])
+    for name, expected_result in states.expected(case).items():
+        every = torch.cat([result[name] for result in by_rank]).double()
+        _compare_one(name, torch.empty_like(every).index_copy_(0, rows, every), expected_result)
 
 
 def _order(case: Case, outcomes: Outcomes) -> None:

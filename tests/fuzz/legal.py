@@ -24,6 +24,8 @@ def must_refuse(case: Case, call: Case) -> str | None:
     for seq in (call["seq"], call["kv_seq"]):
         if seq and seq["layout"] in OF_DOCUMENTS and seq["documents"] is None:
             return f"{seq['layout']} needs documents"
+    if "alibi_slopes" in options and "tree" in (options.get("mask") or ""):
+        return "distances in a tree are not those of packed positions"
     if options.get("grad") == "detached" and call["sinks"]:
         return "a sink belongs to no branch"
     if options.get("tail") == "zero_pad":

@@ -7,6 +7,7 @@ Guarantees: nothing of ringattn is imported. Memory grows with the square of the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -99,8 +100,23 @@ def plain_counts(
     and r after it; None or -1 is unbounded. `mask`: the text of a mask with a number n. chunked: both documents are cut
     into chunks of n tokens, and queries attend to the chunk with the same number. prefix: all queries of a document
     also attend to its first n keys. global_tokens: the first n tokens of both documents are exempt from the window.
+    bidirectional_blocks: n are the starts and ends of blocks, whose queries also attend to later keys of their block.
+    slices, tree: see `slice_pairs` and `tree_pairs`. by_head: a mask for each group of heads.
     """
     kind, _, numbers = (mask or "").partition(":")
+    if kind == "by_head":
+        groups = [group.partition("=") for group in numbers.split(";")]
+        pairs = [
+            plain_counts(length, documents, kv_length, kv_documents, causal, window, text or None).pairs
+            .expand(1, int(heads), length, kv_length)
+            for heads, _, text in groups
+        ]  # fmt: skip
+        return Counts(torch.cat(pairs, dim=1))
+    if kind == "slices":
+        return Counts(slice_pairs(length, kv_length, numbers).double()[None, None])
+    if kind == "tree":
+        left = window[0] if window and window[0] not in (None, -1) else None
+        return Counts(tree_pairs(numbers, left).double()[None, None])
     tokens = [int(number) for number in numbers.split(",") if number]
     q, k = places(length, documents), places(kv_length, kv_documents)
     ahead = k.within[None, :] - q.within[:, None]
@@ -113,10 +129,64 @@ def plain_counts(
     if kind == "prefix":
         prefix_tokens = torch.tensor(tokens if "," in numbers else tokens * (len(documents or (0, 0)) - 1))
         attends = attends | (k.within < prefix_tokens[k.document])[None, :]
+    if kind == "bidirectional_blocks":
+        for start, stop in zip(tokens[::2], tokens[1::2], strict=True):
+            for query in range(start, stop):
+                attends[query, query + 1 : stop] = True
     attends = attends & (q.document[:, None] == k.document[None, :])
     if kind == "chunked":
         attends = attends & (q.within[:, None] // tokens[0] == k.within[None, :] // tokens[0])
     return Counts(attends.double()[None, None])
+
+
+def slice_pairs(length: int, kv_length: int, text: str) -> Tensor:
+    """Return the pairs of slices "q-q_stopxk-k_stop" and a letter: MagiAttention's four kinds, and one more.
+
+    In a slice of n queries and m keys, query i attends to key j. f: always. c: j <= i + m - n. s: j <= i. i: j >= i.
+    b: both c and i.
+    """
+    pairs = torch.zeros(length, kv_length, dtype=torch.bool)
+    for item in filter(None, text.split(",")):
+        q_range, _, k_range = item[:-1].partition("x")
+        (q, q_stop), (k, k_stop) = (map(int, side.split("-")) for side in (q_range, k_range))
+        for i in range(q_stop - q):
+            for j in range(k_stop - k):
+                ends, starts, later = j - i <= (k_stop - k) - (q_stop - q), j <= i, j >= i
+                if {"f": True, "c": ends, "s": starts, "i": later, "b": ends and later}[item[-1]]:
+                    assert not pairs[q + i, k + j], "a pair is in two slices"
+                    pairs[q + i, k + j] = True
+    return pairs
+
+
+def tree_pairs(text: str, left: int | None) -> Tensor:
+    """Return the pairs of a tree: a token attends to those on the path from the root to itself, at most `left` before.
+
+    `text`: lengths of nodes, with children in brackets, and 3*n for three equal nodes.
+    """
+    paths: list[list[int]] = []
+
+    def read(index: int, path: list[int]) -> int:
+        """Add the paths of the tokens of the nodes from `index` on, up to the bracket that closes. Return its place."""
+        while index < len(text) and text[index] != ")":
+            times = re.match(r"(\d+)\*", text[index:])
+            begin = index + (times.end() if times else 0)
+            for _ in range(int(times[1]) if times else 1):
+                length = re.match(r"\d+", text[begin:])
+                assert length
+                inner, index = list(path), begin + length.end()
+                for _ in range(int(length[0])):
+                    inner.append(len(paths))
+                    paths.append(list(inner))
+                if text[index : index + 1] == "(":
+                    index = read(index + 1, inner) + 1
+            index += text[index : index + 1] == ","
+        return index
+
+    read(0, [])
+    pairs = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+    for query, path in enumerate(paths):
+        pairs[query, path if left is None else path[-left - 1 :]] = True
+    return pairs
 
 
 def dilated_counts(

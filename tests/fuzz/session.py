@@ -55,7 +55,7 @@ class Tally:
         self.by["ranks"][str(case["ranks"])] += 1
         for call in case.get("calls", [case]):
             self.by["layout"][call["seq"]["layout"]] += 1
-            if "engine" in case:
+            if "options" in call:
                 self.by["engine"][case["engine"]] += 1
                 self.by["schedule"][call["options"].get("schedule", "auto")] += 1
 

@@ -1,1 +1,1 @@
-"""The checks that need a GPU. `make gpu-check` runs them; `tests/gpu/test_rehearsal.py` rehearses them on the CPU."""
+"""The checks that need a GPU. `make gpu-first` runs them; `tests/gpu/test_rehearsal.py` rehearses them on the CPU."""

@@ -60,7 +60,8 @@ def pytest_configure() -> None:
     stub.properties, stub.registers = H100, 128
     driver.set_active(stub)
     replacements: dict[str, Any] = {
-        "synchronize": None, "current_device": 0, "get_device_capability": (9, 0), "device": nullcontext(),
+        "synchronize": None, "current_device": 0, "get_device_capability": (9, 0),
+        "get_device_name": "NVIDIA H200", "device": nullcontext(),
         "device_of": nullcontext(), "is_current_stream_capturing": False, "memory_allocated": 0,
         "max_memory_allocated": 0, "reset_peak_memory_stats": None,
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """On one GPU with one rank, adapters find the sequence in autograd's separate thread and inside compiled code.
 
-`make gpu-check` runs the tests. Attention within documents gives other gradients than attention over all local tokens,
+`make gpu-first` runs the tests. Attention within documents gives other gradients than attention over all local tokens,
 even on one rank. So the gradients show whether the adapter found the sequence.
 """
 

@@ -1,4 +1,4 @@
-"""On one GPU with one rank, every engine agrees with dense float64 attention. `make gpu-check` runs the tests.
+"""On one GPU with one rank, every engine agrees with dense float64 attention. `make gpu-first` runs the tests.
 
 The measured errors are recorded in bench/results/gpu/exactness.json, with the error of a single call of torch's
 attention. Engines are named as in `Ring`, or by the form of the Triton engine's kernels.

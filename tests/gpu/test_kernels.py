@@ -1,6 +1,6 @@
 """The compiled attention kernels: engine contract, passes of several steps, kernel forms and graphs.
 
-`make gpu-check` runs the tests. Errors are recorded in bench/results/gpu/kernels_exact.json. The tests check the
+`make gpu-first` runs the tests. Errors are recorded in bench/results/gpu/kernels_exact.json. The tests check the
 guarantees of each form of the kernels (such as plain pointers or descriptors), not its speed.
 """
 

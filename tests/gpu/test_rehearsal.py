@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -24,7 +25,7 @@ from ringattn.transport.base import Opening
 from ringattn.transport.nccl.binding import CommConfig
 from ringattn.transport.nccl.communicator import Communicator
 from ringattn.transport.nccl.transport import NcclTransport
-from tests.gpu import kept
+from tests.gpu import first_launches, kept
 from tests.gpu import test_lifetimes as lifetimes
 from tests.gpu import test_processes as processes
 from tests.gpu.processes import in_order
@@ -35,32 +36,17 @@ from tests.transport.simulated.library import SimLibrary
 from tests.transport.simulated.world import SimWorld
 
 ROOT = Path(__file__).resolve().parents[2]
-NCCL_TESTS = ("lifetimes", "peer_driver", "loopback", "processes", "peer")
-COLLECTIONS = ("gpu-check", "gpu-check-nccl", "gpu-check-many")
+COLLECTIONS = ("gpu-first", "gpu-check-many")
 """The make targets that only run other targets."""
-POOR = """
+ABSENT = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.split('.')[0] in ('hydra', 'omegaconf', 'matplotlib'):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-import pytest
-sys.exit(pytest.main(sys.argv[1:]))
 """
-
-
-@pytest.mark.slow
-def test_the_checks_need_few_packages() -> None:
-    # A GPU machine may have no network, and only the packages torch, triton, cupy, numpy, pytest and rich.
-    options = ["-q", "--collect-only", "-m", "gpu", "tests/gpu/test_engines.py", "tests/gpu"]
-    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", POOR, *options], env=bare, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    collected = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(collected) >= 50 and any("test_nccl_is_called_as_the_plan_says" in line for line in collected)
+"""Hides packages that a GPU machine may lack. The plugins of pytest are disabled by its own switch."""
 
 
 @pytest.mark.slow
@@ -68,7 +54,7 @@ def test_the_benchmarks_need_few_packages() -> None:
     """Each benchmark starts and reads its options without hydra."""
     pytest.importorskip("triton")
     program = (
-        POOR.partition("import pytest")[0]
+        ABSENT
         + """
 from importlib import import_module
 for name in sys.argv[1:]:
@@ -87,74 +73,159 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """Make a folder with the Makefile and a Python that records its arguments and fails for `qkv` and the loopback."""
+    """Make a folder with the Makefile, and a Python and an ncu that record their arguments.
+
+    They fail if one of their arguments is a word of $FAILING.
+    """
     shutil.copy(ROOT / "Makefile", tmp_path)
-    stub = tmp_path / "python"
-    stub.write_text(
-        f"""#!{sys.executable}
+    for name in ("python", "ncu"):
+        stub = tmp_path / name
+        stub.write_text(
+            f"""#!{sys.executable}
 import json, os, sys
 with open("commands", "a") as file:
     file.write(json.dumps([sys.argv[1:], os.environ.get("GPU_CHECK_COPY")]) + "\\n")
 print("ran", sys.argv[-1])
-sys.exit("ringattn.bench.qkv" in sys.argv or "tests/gpu/test_loopback.py" in sys.argv)
+sys.exit(any(word in sys.argv for word in os.environ.get("FAILING", "").split()))
 """
-    )
-    stub.chmod(0o755)
+        )
+        stub.chmod(0o755)
     return tmp_path
 
 
-def run_make(machine: Path, target: str, *variables: str) -> tuple[int, list[list[str]]]:
-    """Run make. Return the exit status and the arguments of each Python command, except the query for a device."""
-    command = [
-        "make",
-        "--no-print-directory",
-        target,
-        f"PYTHON={machine / 'python'}",
-        f"OUT={machine / 'out'}",
-        *variables,
-    ]
-    done = subprocess.run(command, cwd=machine, capture_output=True, text=True, timeout=60)
-    records = [json.loads(line) for line in (machine / "commands").read_text().splitlines()]
-    assert all(copy == str(machine / "out") for arguments, copy in records if arguments[0] != "-c")
-    return done.returncode, [arguments for arguments, _ in records if arguments[0] != "-c"]
-
-
-def test_every_part_of_the_gpu_check_is_run_in_order(machine: Path) -> None:
-    """`make gpu-check` runs every part, the most important first. A part that fails is reported and stops no other."""
-    status, commands = run_make(machine, "gpu-check")
-    tests = [command for command in commands if command[1] == "pytest"]
-    kernels, nccl = tests[:14], tests[14:]
-    assert status != 0 and commands.index(kernels[0]) == 1
-    assert sorted(word for command in kernels for word in command if word.startswith("--part")) == sorted(
-        f"--part={part}/14" for part in range(1, 15)
+def run_make(machine: Path, target: str, failing: str = "", timeout_s: float = 60) -> tuple[int, str, list[list[str]]]:
+    """Run make. Return the exit status, the output, and the arguments of each command, except queries for a device."""
+    command = ["make", "--no-print-directory", target, f"PYTHON={machine / 'python'}", f"OUT={machine / 'out'}"]
+    environment = {**os.environ, "FAILING": failing, "PATH": f"{machine}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, cwd=machine, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    assert all("not compute_sanitizer" in command for command in kernels)
-    assert [command[-1] for command in nccl] == [f"tests/gpu/test_{name}.py" for name in NCCL_TESTS]
-    benchmarks = [command[1:] for command in commands if command[1] != "pytest"]
-    assert [command[0].rpartition(".")[2] for command in benchmarks] == ["kernels", "kernels", "kernels", "tune", "qkv"]
-    pytest.importorskip("triton")
-    modules = [vars(import_module(command[0])) for command in benchmarks]
-    options: list[Any] = [
-        next(config for name, config in names.items() if name.endswith("Options"))() for names in modules
+    records = [json.loads(line) for line in (machine / "commands").read_text().splitlines()]
+    folder = "build/gpu-first" if target == "gpu-first" else str(machine / "out")
+    assert all(copy in (folder, None) for arguments, copy in records if arguments[0] != "-c")
+    return done.returncode, done.stdout + done.stderr, [arguments for arguments, _ in records if arguments[0] != "-c"]
+
+
+FIRST = ("launches", "environment", "first", "kernels", "nccl-alone", "speed", "ncu", "nccl-processes", "speed-short")
+"""The parts of `make gpu-first`, in order."""
+
+
+@pytest.mark.parametrize("failing", ["", "-m"], ids=["all pass", "all fail"])
+def test_every_part_of_gpu_first_is_run_in_order(failing: str, machine: Path) -> None:
+    """A part that fails is reported and stops no other. The folder OUT has one file, with the logs of all parts."""
+    status, printed, commands = run_make(machine, "gpu-first", failing)
+    assert (status != 0) == bool(failing)
+    assert tuple(re.findall(r"^\[\d+ s\] ([a-z-]+)$", printed, re.MULTILINE)) == (*FIRST, "end")
+    assert commands[0] == ["-m", "tests.gpu.first_launches"]
+    assert sorted(commands[1:3]) == [["-m", "pytest", "-VV"], ["-m", "ringattn", "doctor"]]
+    tests = [command for command in commands if command[1] == "tests.gpu.restarts"]
+    files = [[Path(word).stem.removeprefix("test_") for word in command if word.endswith(".py")] for command in tests]
+    assert sorted(files[:14]) == [
+        *12 * [["engines", "kernels", "rows", "adapters"]],
+        *2 * [["first_launches", "gluon"]],
     ]
-    chosen = [parse(config, command[1:]) for config, command in zip(options, benchmarks, strict=True)]
-    assert chosen[0].only == ("cudnn", "descriptors", "gluon") and chosen[0].tokens == (8192,)
-    assert chosen[2].total == 8192 and len({config.file for config in chosen[:3]}) == 3
-    assert chosen[3].limit == 25 and chosen[3].kernels == ("forward", "grad_kv") and not chosen[3].write
-    assert all(config.budget_s <= 420 for config in chosen)
-    logs = {file.name for file in (machine / "out").iterdir()}
-    assert logs == {"gpu-kernels.log", *(f"gpu-{name}.log" for name in NCCL_TESTS)}
-    assert (machine / "out" / "gpu-kernels.log").read_text().count("ran") == 14
+    assert files[14:] == [["lifetimes"], ["peer_driver"], ["loopback"], *6 * [["processes", "peer"]]]
+    for first, last, shares in ((0, 14, [12, 2]), (17, 20, [3]), (20, 22, [2])):
+        chosen = [word for command in tests[first:last] for word in command if word.startswith("--part=")]
+        assert sorted(chosen) == sorted(f"--part={part}/{count}" for count in shares for part in range(1, count + 1))
+    assert len({command[2] for command in tests}) == len(tests)  # the records of started tests
+    profiled = [command for command in commands if "--clock-control" in command]
+    assert [command[-2:] for command in profiled] == [
+        [f"gluon/{kernel}/128", "tokens=8192"] for kernel in ("forward", "grad_kv")
+    ]
+    benchmarks = [command[2:] for command in commands if command[1] == "ringattn.bench.kernels"]
+    with tarfile.open(machine / "out" / "gpu-first.tar.gz") as packed:
+        logs = [name for name in packed.getnames() if name.endswith(".log")]
+    assert len(logs) == len(commands) - len(benchmarks) and len(list((machine / "out").iterdir())) == 1
+    pytest.importorskip("triton")
+    from ringattn.bench.kernels import KernelJobsOptions
+
+    chosen = [parse(KernelJobsOptions(), command) for command in benchmarks]
+    assert [config.file for config in chosen] == ["kernels_first", "kernels", "kernels_short"]
+    assert chosen[0].tokens == (8192,) and chosen[1].only == chosen[2].only == ("cudnn", "gluon", "fa3", "descriptors")
+
+
+@pytest.mark.parametrize("part", ["tune", "qkv", "speed-all", "sanitizer"])
+def test_other_parts_have_valid_options(part: str, machine: Path) -> None:
+    pytest.importorskip("triton")
+    status, _, ((_, module, *options),) = run_make(machine, f"gpu-check-{part}")
+    assert status == 0
+    if part != "sanitizer":
+        names = vars(import_module(module))
+        config = parse(next(value for name, value in names.items() if name.endswith("Options"))(), options)
+        assert config.budget_s <= 420 and not getattr(config, "write", False)
+
+
+@pytest.mark.slow
+def test_the_commands_of_gpu_first_need_few_packages(machine: Path) -> None:
+    """One command of each kind of tests runs as it is, without plugins. No test runs, because there is no GPU."""
+    for name in ("tests", "ringattn", "kernels", "launch", "bench", "pyproject.toml"):
+        (machine / name).symlink_to(ROOT / name)
+    (machine / "absent").mkdir()
+    (machine / "absent" / "sitecustomize.py").write_text(ABSENT)
+    kinds = ("kernels-1", "gluon-1", "loopback", "captures")
+    with (machine / "python").open("a") as stub:
+        stub.write(
+            f"""
+if any(word in {[f"build/gpu-{kind}.started" for kind in kinds]} for word in sys.argv):
+    os.environ |= {{"PYTHONPATH": "absent:.", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+"""
+        )
+    text = (machine / "python").read_text()
+    (machine / "python").write_text(text.replace("sys.exit(any(", "failed = (any("))
+    run_make(machine, "gpu-first", timeout_s=250)
+    for kind in kinds:
+        log = (machine / "build" / "gpu-first" / f"gpu-{kind}.log").read_text()
+        assert re.search(r"^=+ [1-9]\d* skipped", log, re.MULTILINE) and "\nERROR" not in log, log
+
+
+HANGING = """
+import time
+def test_a(): pass
+def test_b(): time.sleep(60)
+def test_c(): assert False, "the reason"
+def test_d(): pass
+"""
+
+
+@pytest.mark.slow
+def test_a_hung_test_loses_only_its_own_result(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    options = ["-v", "-c", os.devnull, "--rootdir", str(tmp_path), "--limit=2", str(tmp_path / "test_hanging.py")]
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "tests.gpu.restarts", str(tmp_path / "record"), *options]
+    done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Timeout (0:00:02)!" in done.stderr and "in test_b" in done.stderr
+    assert "HUNG or died with status 1: test_hanging.py::test_b" in done.stdout
+    outcomes = re.findall(r"::(test_\w) (PASSED|FAILED)", done.stdout)
+    assert outcomes == [("test_a", "PASSED"), ("test_c", "FAILED"), ("test_d", "PASSED")]
+
+
+@pytest.mark.slow
+def test_first_launches_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The launches that begin `make gpu-first` are right in simulations, for two heads. A failed one is reported."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name in ("gluon/forward/64", "gluon/grad_q/64", "gluon/grad_kv/64", "descriptors/grad_fused/128"):
+        command = [sys.executable, "-m", "tests.gpu.first_launches", name, "heads=2"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 and done.stdout.startswith(f"{name}: passed"), done.stdout + done.stderr
+    assert first_launches.run_all(["nothing/forward/64"], 60) == 1
+    assert "FAILED: nothing/forward/64: " in capfd.readouterr().out
+    assert first_launches.run_all(["gluon/forward/64"], 0.5) == 1
+    assert "HUNG: gluon/forward/64 did not end within 0 s" in capfd.readouterr().out
 
 
 def test_every_part_on_several_gpus_is_run_in_order(machine: Path) -> None:
     """`make gpu-check-many` runs each part as a separate command with valid options, and the common report last."""
-    status, commands = run_make(machine, "gpu-check-many")
+    status, _, commands = run_make(machine, "gpu-check-many")
     assert status == 0 and [command[1] for command in commands] == ["ringattn.bench.many"] * 4 + [
-        "pytest",
+        "tests.gpu.restarts",
         "ringattn.bench.many",
     ]
-    chosen = [parse(ManyOptions(), command[2:]) for command in commands if command[1] != "pytest"]
+    chosen = [parse(ManyOptions(), command[2:]) for command in commands if command[1] != "tests.gpu.restarts"]
     assert [config.part for config in chosen] == [*PARTS, "report"] and all(
         config.budget_s + 20 <= 460 for config in chosen
     )
@@ -162,8 +233,12 @@ def test_every_part_on_several_gpus_is_run_in_order(machine: Path) -> None:
 
 
 def test_every_file_that_a_part_names_exists() -> None:
-    named = set(re.findall(r"([a-z_]+):\d+", (ROOT / "Makefile").read_text()))
-    assert named >= set(NCCL_TESTS) and all((ROOT / "tests" / "gpu" / f"test_{name}.py").exists() for name in named)
+    text = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"tests/gpu/test_[a-z_]+\.py", text)) - {"tests/gpu/test_"}
+    loops = re.findall(r"for name in ([a-z_ ]+); do", text)
+    named |= {f"tests/gpu/test_{name}.py" for names in loops for name in names.split()}
+    unnamed = {f"tests/gpu/{file.name}" for file in (ROOT / "tests" / "gpu").glob("test_*.py")} - named
+    assert all((ROOT / name).exists() for name in named) and unnamed == {"tests/gpu/test_rehearsal.py"}
 
 
 @pytest.mark.parametrize(("git", "requested"), [(True, False), (False, True)])
@@ -195,11 +270,13 @@ def test_every_part_has_a_time_limit(machine: Path) -> None:
     """Every part ends within eight minutes. SIGKILL enforces this, because a hung driver call ignores other signals."""
     lines = re.findall(r"^(gpu-[a-z- ]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     parts = {part for line in lines for part in line.split()} - {*COLLECTIONS, "gpu-here"}
-    assert len(parts) == 17
+    assert parts >= {f"gpu-check-{part}" for part in FIRST} and len(parts) == 21
     for part in parts:
         shown = subprocess.run(["make", "-n", part], cwd=machine, capture_output=True, text=True, timeout=60).stdout
-        limits = [int(s) for s in re.findall(r"timeout -k 10 (\d+) env|:(\d+)", shown) for s in s if s]
-        assert limits and sum(limits) + 10 * len(limits) <= 480, part
+        limits = [int(limit) for limit in re.findall(r"timeout -k 10 (\d+) ", shown)]
+        # Limits of commands that run after one another add up. A part with several shares of tests waits for each.
+        repeats = 3 if part == "gpu-check-nccl-alone" else 2 if part == "gpu-check-ncu" else 1
+        assert limits and repeats * (sum(limits) + 10 * len(limits)) <= 490, part
         assert shown.count("python3 -m") == shown.count("timeout -k 10"), part
 
 

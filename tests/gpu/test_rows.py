@@ -1,6 +1,6 @@
 """The tests of tests/kernels/interpreter_rows for the compiled projection, row and quantization kernels on a GPU.
 
-`make gpu-check` runs them. They use torch's default device, which is the GPU here.
+`make gpu-first` runs them. They use torch's default device, which is the GPU here.
 """
 
 from __future__ import annotations

@@ -319,6 +319,9 @@ WRONG = {
     "a FIRST block reads": ("mask=inside & (begins == 0)", "mask=inside"),
     "a LAST block writes the sum": ("mask=inside & (ends == 0)", "mask=inside"),
     "a block that is not LAST delivers": ("mask=inside & ends", "mask=inside"),
+    "items are not passed on": ("        hand_over(item, rounds, handed, 1)\n", ""),
+    "a consumer ends after its first item": ("item = received(rounds, handed, 4)", "item = total"),
+    "items are not taken from the counter": ("item = taken(counter, total)", "item += gl.num_programs(0)"),
     "dK is not scaled": ("dk * scale, dk_carried", "dk, dk_carried"),
     "dQ is not scaled": ("dq * scale, dq_carried", "dq, dq_carried"),
 }  # fmt: skip

@@ -2,10 +2,10 @@
 
 Every entry of the block-size tables for sm_80, sm_90 and sm_100 is compiled through the library's launch functions with
 a driver that launches nothing. Limits: CUDA C Programming Guide, "Technical Specifications per Compute Capability";
-tensor memory of sm_100 is 512 columns. Kernels of half precision must not spill in the loop over matrix products.
-Spills elsewhere, and those of float32, whose products run without matrix units, must not exceed the golden table. There
-is a table for each tested Triton version, because each has another assembler. A separate table has the instruction
-counts of the inner loops, which may change by a margin (`test_performance_gate.py`).
+tensor memory of sm_100 is 512 columns. Kernels of half precision, except one, must not spill in the loop over matrix
+products. Spills elsewhere, and those of float32, whose products run without matrix units, must not exceed the golden
+table. There is a table for each tested Triton version, because each has another assembler. A separate table has the
+instruction counts of the inner loops, which may change by a margin (`test_performance_gate.py`).
 After a change of a kernel or an entry, run `python -m tests.kernels.compile_gate.compiling renew` with each of these
 versions (`pip install --no-deps --target FOLDER triton==VERSION` and PYTHONPATH=FOLDER). It compiles all architectures
 and writes both tables; `test_the_golden_tables_are_whole` then reports what is wrong with them. If there are arguments
@@ -23,7 +23,7 @@ import triton
 
 from ringattn.bench.kernel_code import KernelCode
 from ringattn.kernels.configs import ARCHITECTURES
-from tests.kernels.compile_gate.cases import ENTRIES, TESTED, arch_of
+from tests.kernels.compile_gate.cases import ENTRIES, TESTED, arch_of, may_spill
 from tests.kernels.compile_gate.compiling import GOLDEN, Found, golden_tables
 from tests.kernels.compile_gate.gluon_code import gluon_faults, hasty_arrivals
 from tests.kernels.compile_gate.loops import table, worse
@@ -35,11 +35,6 @@ TENSOR_COLUMNS = 512
 SLACK_REGISTERS = 8
 MATRIX = {80: ("HMMA",), 86: ("HMMA",), 89: ("HMMA",), 90: ("HGMMA", "HMMA"), 100: ("UTC", "HMMA"), 120: ("HMMA",)}
 Finding = dict[str, Any] | str
-
-
-def may_spill(name: str) -> bool:
-    """Return whether the case may spill in its loop over matrix products, as much as the golden table allows."""
-    return "/single/" in name
 
 
 def units(name: str) -> tuple[str, ...]:

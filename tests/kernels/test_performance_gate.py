@@ -204,11 +204,15 @@ def test_the_margin() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tables_are_whole(version: str) -> None:
-    """The tables have exactly the cases. The attention kernels have loops over matrix products, which do not spill."""
+    """The tables have exactly the cases. The attention kernels have loops over matrix products.
+
+    These loops do not spill, except where the compile gate allows it.
+    """
     assert tuple(loops.table("attention", version)) == cases.COUNTED
     assert tuple(loops.table("rows", version)) == row_cases.COUNTED
     for name, row in loops.table("attention", version).items():
-        assert not row["spills_inside"] and all(loop["least"]["mma"] for loop in row["loops"]), name
+        assert not row["spills_inside"] or cases.may_spill(name), name
+        assert row["spills_inside"] <= 5 and all(loop["least"]["mma"] for loop in row["loops"]), name
 
 
 def test_the_page_is_the_table() -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -248,31 +249,33 @@ def run_in(folder: Path, *arguments: str, packages: Path | None = None) -> subpr
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", ["basic", "submitit_local", "joblib"])
-def test_a_multirun_leaves_a_record_per_job_and_prints_one_table(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "tokens"), [("basic", (64, 96)), ("submitit_local", (64,)), ("joblib", (64,))])
+def test_a_multirun_leaves_a_record_per_job_and_prints_one_table(
+    launcher: str, tokens: tuple[int, ...], tmp_path: Path
+) -> None:
     arguments = [
         "-m",
         f"hydra/launcher={launcher}",
         "hydra.sweep.dir=sweep",
-        "tokens=64,96",
+        f"tokens={','.join(map(str, tokens))}",
         "schedule=direct,ring",
         "ranks=2",
     ]
+    points = list(product(tokens, ("direct", "ring")))
     packages = environment(*JOBLIB) if launcher == "joblib" else None
     done = run_in(tmp_path, *arguments, *SMALL, packages=packages)
     assert done.returncode == 0, done.stderr
-    jobs = [read_points(tmp_path / "sweep" / str(number)) for number in range(4)]
+    jobs = [read_points(tmp_path / "sweep" / str(number)) for number in range(len(points))]
     records = read_points(tmp_path / "sweep")
-    assert [len(job) for job in jobs] == [1] * 4 and len(records) == 4
+    assert [len(job) for job in jobs] == [1] * len(points) and len(records) == len(points)
     assert all(records[key] == record for job in jobs for key, record in job.items())
-    assert sorted((record["tokens"], record["resolved"]["schedule"]) for record in records.values()) == [
-        (64, "direct"), (64, "ring"), (96, "direct"), (96, "ring")
-    ]  # fmt: skip
-    rows = re.findall(r"^(tokens=\d+ schedule=\w+) +ok ", done.stdout, re.MULTILINE)
-    assert rows == [f"tokens={tokens} schedule={name}" for tokens in (64, 96) for name in ("direct", "ring")]
+    assert sorted((record["tokens"], record["resolved"]["schedule"]) for record in records.values()) == points
+    rows = re.findall(r"^((?:tokens=\d+ )?schedule=\w+) +ok ", done.stdout, re.MULTILINE)
+    varied = "tokens={} schedule={}" if len(tokens) > 1 else "schedule={1}"  # a row names the options that vary
+    assert rows == [varied.format(*point) for point in points]
     assert "records of all jobs: " in done.stdout
     report = ringattn("report", "sweep", cwd=tmp_path)
-    assert report.returncode == 0 and "4 points: 4 with results" in report.stdout
+    assert report.returncode == 0 and f"{len(points)} points: {len(points)} with results" in report.stdout
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import astuple, replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ from ringattn.launch.train.loop import backward, clip, local_loss, make_model, u
 from ringattn.launch.train.model import Transformer
 from ringattn.layers import tiled
 from ringattn.testing import run_ranks
+from tests.covering import thinned
 
 TRAINED = ModelShape(2, 96, 6, 2, 200, VOCABULARY, True)
 TRAIN_PRECISION = {"fp32": "fp32", "fp64": "fp64", "bf16": "bf16_cast"}
@@ -192,9 +193,9 @@ def call_of(
     return TrainingSetup(shape, tokens, ranks, batch, attention, precision=precision)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["causal", "full"])
-@pytest.mark.parametrize("ranks", [4, 5, 16, 40])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "dtype"), thinned(product((4, 5, 16, 40), ("causal", "full"), ("bfloat16", "float32")))
+)
 def test_slots_of_a_ring_match_the_closed_form(ranks: int, kind: str, dtype: str) -> None:
     slots = _planned(AttentionSetup(kind), 256 * ranks, ranks, 4, 2, 32, dtype, "ring")
     assert (slots.forward, slots.backward) == ring_slots_bytes(256, 64, dtype, kind == "causal")
@@ -461,6 +462,9 @@ def test_recommended_settings_fit_a_small_model(machine: Hardware) -> None:
 PLANS = Path(__file__).with_name("plans.json")
 """Recorded plans by their options. `python -m tests.launch.test_capacity` rewrites the file."""
 
+LONG = ("preset=llama3-8b ranks=8 tokens=1000000", "preset=70B")
+"""Options whose plans take seconds. The other plans have the same parts."""
+
 
 def plan_of(options: str) -> dict[str, Any]:
     """Return the JSON that `ringattn plan` writes for these options."""
@@ -469,7 +473,13 @@ def plan_of(options: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("options", json.loads(PLANS.read_text()))
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=pytest.mark.slow if options.startswith(LONG) else ())
+        for options in json.loads(PLANS.read_text())
+    ],
+)
 def test_plans_match_the_recorded_plans(options: str) -> None:
     recorded = json.loads(PLANS.read_text())[options]
     result = plan_of(options)

@@ -196,6 +196,30 @@ def test_the_kernel_forms_of_each_gpu_are_reported(monkeypatch: pytest.MonkeyPat
     assert "does not run here: ringattn.engine.forms is not installed" in doctor.kernel_forms([])[0]
 
 
+def test_a_missing_c_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor names what Triton's launcher lacks: a compiler, or Python's headers. The engine refuses for it."""
+    pytest.importorskip("triton", reason="the compiler is for Triton's launcher")
+    from ringattn.engine import triton as engine
+
+    assert [(finding.level, finding.text) for finding in doctor.compiler()] == [(OK, "Triton can build its launcher")]
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
+    (headers,) = doctor.compiler()
+    assert (
+        headers.level == WARNING and headers.text == f"no {tmp_path}/Python.h, which Triton needs to build its launcher"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    (finding,) = doctor.compiler()
+    assert finding.text.startswith("no C compiler (gcc or clang)") and finding.advice == "install gcc, or set CC"
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(engine, "_driver_starts", lambda: False)
+    assert "engine='triton': no C compiler (gcc or clang), " in str(engine.missing(gpu))
+    monkeypatch.setattr(engine, "_driver_starts", lambda: True)
+    assert engine.missing(gpu) is None
+    monkeypatch.setenv("CC", "mycc")
+    assert "Python.h" in doctor.compiler()[0].text
+
+
 def test_devices_of_different_generations() -> None:
     finding = worst(doctor_probes.devices([Gpu("A100", (8, 0)), Gpu("H100", (9, 0))], usable=True))
     assert finding.level == WARNING and "slowest" in finding.text

@@ -12,10 +12,10 @@ from ringattn.launch.capacity.plan import PlanConfig, machine_of, plan
 from ringattn.launch.config import load
 from ringattn.launch.options import leaves, load_plain
 from ringattn.launch.pictures.simulate import simulated
-from ringattn.launch.pictures.simulation import SimulateConfig
+from ringattn.launch.pictures.simulation import LAYERS, OF_ATTENTION, SimulateConfig
 
 OUTPUTS = {"json", "picture"}
-DEPENDENT = {"zero_degree", "pipeline_chunks", "shared_experts", "scaling", "seed"}
+DEPENDENT = {"zero_degree", "pipeline_chunks", "shared_experts", "scaling", "seed", "key_dim", "kernel_size"}
 """Keys that have an effect only with the other options of their case."""
 
 PLAN = ["preset=llama3-8b", "tokens=32768", "ranks=8"]
@@ -45,8 +45,10 @@ SIMULATE_CASES = {
     "layout": "layout=contiguous", "schedule": "schedule=all_gather", "backward": "backward=false", "ranks": "ranks=4",
     "scaling": "ranks=4,8 scaling=weak", "cluster": "cluster=gb200", "overlap": "overlap=false",
     "sm_margin": "sm_margin=16", "slow_rank": "slow_rank=3:1.5", "slow_link": "slow_link=3-4:99",
-    "jitter": "jitter=0.1", "seed": "jitter=0.1 seed=1",
+    "jitter": "jitter=0.1", "seed": "jitter=0.1 seed=1", "layer": "layer=gated_delta_rule",
+    "key_dim": "layer=gated_delta_rule key_dim=64", "kernel_size": "layer=gated_delta_rule kernel_size=3",
 }  # fmt: skip
+OF_STATES = [key for key in SIMULATE_CASES if key not in (*OF_ATTENTION, "layer", "key_dim", "kernel_size")]
 
 
 @cache
@@ -91,6 +93,17 @@ def test_a_key_of_simulate_changes_the_figures(key: str) -> None:
     assert simulate_figures(merge(SIMULATE, options)) != simulate_figures(merge(SIMULATE, without(key, options)))
 
 
+@pytest.mark.parametrize("key", OF_STATES)
+def test_a_key_of_simulate_changes_the_figures_of_a_layer_with_a_state(key: str) -> None:
+    base, options = [*SIMULATE, "layer=selective_state"], SIMULATE_CASES[key].split()
+    assert simulate_figures(merge(base, options)) != simulate_figures(merge(base, without(key, options)))
+
+
+def test_the_layers_with_a_state_differ() -> None:
+    figures = {simulate_figures((*SIMULATE, f"layer={layer}")) for layer in LAYERS}
+    assert len(figures) == len(LAYERS) == 4
+
+
 def test_every_key_has_a_case() -> None:
     # `recommended` replaces other keys before the figures are computed.
     assert {key for key, *_ in leaves(PlanConfig())} - OUTPUTS - {"recommended"} == set(PLAN_CASES)
@@ -102,6 +115,11 @@ def test_every_key_has_a_case() -> None:
     [
         ("simulate ranks=8 seed=3", "seed=3: has no effect without jitter"),
         ("simulate ranks=8 scaling=weak", "scaling=weak: has no effect on one number of ranks"),
+        ("simulate key_dim=64", "key_dim=64: has no effect on attention; set layer=gated_delta_rule, for example"),
+        ("simulate kernel_size=1", "kernel_size=1: has no effect on attention"),
+        ("simulate layer=selective_state schedule=ring", "schedule=ring: has no effect on layer=selective_state"),
+        ("simulate layer=selective_state causal=true", "causal=true: has no effect on layer=selective_state"),
+        ("simulate layer=selective_state window=[511,0]", "window=[511,0]: has no effect on layer=selective_state"),
         ("plan micro_batches=2 gradients_kept=false", "must be true with micro_batches=2"),
         ("plan window_tokens=512", "window_tokens=512: has no effect with mask=causal"),
         ("explain sm_margin=4", "sm_margin=4: has no effect without a prediction"),

@@ -424,6 +424,9 @@ def test_the_page_shows_the_simulations_in_the_folder_of_a_sweep(
         main(["simulate", *options, "slow_rank=0:2", "jitter=0.1", f"json={sweep.folder / 'simulated-slow.json'}"]) == 0
     )
     assert simulated_panel(sweep.folder / "simulated-slow.json")["title"].endswith(", slow_rank=0:2, jitter=0.1")
+    assert main(["simulate", *options, "layer=selective_state", f"json={sweep.folder / 'simulated-layer.json'}"]) == 0
+    title = simulated_panel(sweep.folder / "simulated-layer.json")["title"]
+    assert title.startswith("selective_state layer, 4,096 tokens, H100 SXM")
     capsys.readouterr()
 
 

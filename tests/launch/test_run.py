@@ -124,6 +124,10 @@ def test_the_words_of_a_run_load_the_same_run() -> None:
         ("mask=window", "mask='window': 'window' is not a mask; choose one of chunked"),
         ("mask=prefixes:3", "mask='prefixes:3': 'prefixes' is not a mask"),
         ("mask=prefix:3 causal=false", "mask=prefix:3: has no effect with causal=false"),
+        (
+            "mask='bidirectional_blocks:3,9' causal=false",
+            "mask=bidirectional_blocks:3,9: has no effect with causal=false",
+        ),
         ("mask=global_tokens:3", "mask=global_tokens:3: has no effect without a window"),
         ("window=[5]", "window=[5]: write the keys before and after the query"),
         ("segment_lengths=[64]", "segment_lengths: needs dilation_rates; give both or neither"),
@@ -275,6 +279,7 @@ def test_a_calibration_predicts_no_ring_on_several_nodes(tmp_path: Path, monkeyp
         ["mask=prefix:16"],
         ["mask='prefix:16,3'", "documents=2"],
         ["mask=global_tokens:4", "window=[15,0]"],
+        ["mask='bidirectional_blocks:3,19,30,110'", "window=[15,0]"],
         ["softcap=2.0", "sinks=[0.5,-1,2,0]", "alibi_slopes=[0.5,0.25,0.125,0.0625]", "documents=2"],
         ["dropout_p=0.3", "dropout_seed=7", "scale=0.5"],
         ["segment_lengths=[64,256]", "dilation_rates=[1,4]", "softcap=2.0"],

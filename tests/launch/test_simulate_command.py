@@ -124,6 +124,28 @@ def test_the_title_of_the_picture_names_the_call_and_its_disturbances(options: l
     plt.close(figure)
 
 
+def test_the_timeline_of_a_layer_with_a_state_shows_all_of_its_steps() -> None:
+    simulator, point, title = simulate_point(["layer=gated_delta_rule", "ranks=12", "tokens=8Ki", "key_dim=32"])
+    assert title.startswith("gated_delta_rule layer, zigzag layout, on H100 SXM")
+    assert "8,192 tokens on 12 ranks, 4 states of 32 x 64, 2 key heads, 4 taps, bf16, forward and backward" in title
+    figure = point_figure(point, title, names_of(simulator.disturbance))
+    for axes, times in zip(figure.axes[2:4], point.passes, strict=True):
+        assert axes.get_title(loc="left") == "its steps"
+        assert axes.get_xlim()[1] >= times.total_s * 1e3
+    plt.close(figure)
+
+
+def test_a_layer_with_a_state_prints_its_own_notes_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 sends its state of 4 heads of 64 x 64 numbers in float32, and 3 rows of 512 channels in bfloat16."""
+    options = ["layer=selective_state", "ranks=2", "tokens=8Ki", "layout=contiguous", "backward=false"]
+    assert main([*options, *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "the time of the layer in one process, divided evenly over the ranks" in out
+    assert "at the rate of the attention kernel, and its tensors at the rate of copies; not measured" in out
+    sent = next(line for line in out.splitlines() if "MiB sent" in line)
+    assert sent.split()[-1] == f"{(4 * 64 * 64 * 4 + 3 * 512 * 2) / 2**20:.1f}" == "0.1"
+
+
 def test_the_timeline_shows_disturbed_ranks_and_one_scale_of_time() -> None:
     simulator, point, title = simulate_point(["ranks=20", "tokens=20Ki", "slow_rank=7:2,9:3", "slow_link=11-12:4"])
     figure = point_figure(point, title, names_of(simulator.disturbance))
@@ -227,6 +249,8 @@ def test_options_are_parsed_or_refused() -> None:
         (["window=[100,-1]", "layout=striped", "ranks=128"], "layout='striped' with a window"),
         (["window=[8191,-1]", "causal=false", "ranks=128"], "a window that is bounded on both sides"),
         (["window=[100000,-1]", "ranks=128"], "the window reaches 98 shards"),
+        (["layer=selective_state", "ranks=2048"], "is simulated with a plan for each rank, up to 1,024"),
+        (["layer=selective_state", "ranks=4", "layout=striped"], "a layer with a state needs contiguous tokens"),
     ],
 )
 def test_unsupported_calls_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,7 @@ def test_points_with_the_same_work_are_run_once(capsys: pytest.CaptureFixture[st
     assert plain(points[0].config) == plain(again)
 
 
+@pytest.mark.slow
 def test_one_rank_has_no_schedule_transport_or_layout() -> None:
     options = "schedule=ring,direct transport=gloo,shm layout=zigzag,striped dtype=fp32,fp64"
     _, points = sweep.described(["ranks=1,2", *options.split(), "tokens=64"])
@@ -405,7 +406,8 @@ def test_a_record_is_not_appended_to_a_torn_line(tmp_path: Path) -> None:
         ("schedule=ring,rign", "choose one of auto, ring"),
         (
             "mask=causal,full",
-            "'causal' is not a mask; choose one of chunked, prefix, global_tokens (in the point mask=causal",
+            "'causal' is not a mask; choose one of chunked, prefix, global_tokens, bidirectional_blocks, slices, tree, "
+            "by_head (in the point",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from ringattn.cli import main
 from ringattn.launch.verify.comparison import TIMES, compare
 from ringattn.launch.verify.observer import Observer, StopTraining, names_of_modules, plain_name
 from ringattn.launch.verify.rounding import RoundsOtherwise, in_double
-from tests.adapters.processes import call_in_program
+from tests.adapters.environments import environment
+from tests.adapters.processes import ROOT, call_in_program
 from tests.launch.commands import ringattn
 from tests.launch.verify_runs import SCRIPT
 
@@ -113,6 +115,32 @@ def test_the_command(tmp_path: Path) -> None:
     script.write_text("import sys\nprint('from the script', sys.argv[1:])\n")
     done = ringattn("verify-trainer", "verbose=true", "one='a b'", str(script), "{ranks}", "steps=2", cwd=tmp_path)
     assert done.returncode == 2 and "idle.py ended without a step of a torch.optim.Optimizer" in done.stderr
+
+
+AXOLOTL = (
+    "axolotl==0.19.0", "ring-flash-attn==0.1.8", "transformers==5.16.1", "huggingface_hub==1.33.0", "httpx==0.28.1",
+    "httpcore==1.0.9",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("project", "requirements", "at_fault"),
+    [
+        ("diffusers", ("diffusers==0.39.0",), "attn.to_q.weight"),
+        ("diffusers", (), None),
+        ("accelerate", ("accelerate==1.14.0",), "linear_attn.in_proj_qkvz.weight"),
+        ("axolotl", AXOLOTL, "self_attn.o_proj.weight"),
+        ("axolotl-single", AXOLOTL, None),
+    ],
+)
+def test_public_faults_are_found(project: str, requirements: tuple[str, ...], at_fault: str | None) -> None:
+    path = os.pathsep.join([*([str(environment(*requirements))] if requirements else []), str(ROOT)])
+    verdict = call_in_program("tests.launch.verify_runs:public_verdict", project, PYTHONPATH=path)
+    assert verdict["equal"] == (at_fault is None), verdict["diagnosis"]
+    wrong = {entry["name"] for entry in verdict["differences"] if entry["times_rounding"] > TIMES}
+    assert bool(wrong) == (at_fault is not None) == any(name.endswith(str(at_fault)) for name in wrong)
+    assert verdict["step"] == (2 if at_fault is None else 1)
 
 
 @pytest.mark.parametrize(

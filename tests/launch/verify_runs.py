@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from ringattn.launch.verify import observer
 from ringattn.launch.verify.comparison import compare
 from tests.adapters.processes import forked_ranks
 
-SCRIPT, WRAPPED = (str(Path(__file__).with_name(name)) for name in ("faulty_trainers.py", "wrapped_trainer.py"))
+SCRIPT, WRAPPED, PUBLIC = (
+    str(Path(__file__).with_name(name)) for name in ("faulty_trainers.py", "wrapped_trainer.py", "public_faults.py")
+)
 
 
 def verdicts(faults: list[str], ranks: int, double: bool) -> dict[str, Any]:
@@ -39,6 +42,15 @@ def wrapped_verdicts() -> dict[str, Any]:
     return {
         kind: asdict(compare(one, otherwise, records(kind, 2, False, script=WRAPPED))) for kind in ("fsdp", "compiled")
     }
+
+
+def public_verdict(project: str) -> dict[str, Any]:
+    """Return the verdict on a run of `public_faults.py` on two ranks."""
+    torch.set_num_threads(1)
+    import_module("diffusers.models.transformers" if project == "diffusers" else "accelerate")
+    import_module("transformers.models.llama.modeling_llama")  # imported here, so that no forked process has to
+    one, otherwise = (records(project, 1, False, other, PUBLIC)[0] for other in (False, True))
+    return asdict(compare(one, otherwise, records(project, 2, False, script=PUBLIC)))
 
 
 def records(

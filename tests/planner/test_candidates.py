@@ -348,9 +348,15 @@ def test_rows_from_other_nodes(problem: Problem, nodes: str) -> None:
     assert counts(problem).partitioned_across == 0 and not counts(problem).leaves
 
 
-@each_problem
-@pytest.mark.parametrize("machines", [REFERENCE, SLOW, "blocks", "in turn", "blocks over PCIe"], ids=str)
-def test_times_are_near_those_of_the_simulator(problem: Problem, machines: Cluster | str) -> None:
+MACHINES = (REFERENCE, SLOW, "blocks", "in turn", "blocks over PCIe")
+
+
+@pytest.mark.parametrize("machines", MACHINES, ids=str)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "worked example" else ()) for name in PROBLEMS]
+)
+def test_times_are_near_those_of_the_simulator(name: str, machines: Cluster | str) -> None:
+    problem = PROBLEMS[name]
     cluster = machines if isinstance(machines, Cluster) else two_nodes(
         problem.world_size, block=machines != "in turn",
         inside=LinkClass.PCIE if "PCIe" in machines else LinkClass.NVLINK,
@@ -362,9 +368,9 @@ def test_times_are_near_those_of_the_simulator(problem: Problem, machines: Clust
                 for step in plan.steps for recv in step.recvs]  # fmt: skip
         fetched.append([sum(count for near, count in rows if near is inside) for inside in (True, False)])
     most = max(near for near, _ in fetched), max(far for _, far in fetched)
-    for name, seconds in forward_seconds(problem, most, cluster).items():
-        plans = tuple(plan_of(problem, ROUTES[name], rank, False) for rank in range(problem.world_size))
-        assert seconds * 1e6 == pytest.approx(simulate(plans, cluster).total_us, rel=0.25), name
+    for route, seconds in forward_seconds(problem, most, cluster).items():
+        plans = tuple(plan_of(problem, ROUTES[route], rank, False) for rank in range(problem.world_size))
+        assert seconds * 1e6 == pytest.approx(simulate(plans, cluster).total_us, rel=0.25), route
 
 
 def test_the_fastest_is_taken() -> None:

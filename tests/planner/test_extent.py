@@ -8,7 +8,7 @@ Not covered: the contents of plans (see test_ring_account, test_schedule).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ import pytest
 
 from ringattn.cli import main
 from ringattn.core.dilation import Dilated
-from ringattn.core.geometry import MOST_TOKENS
+from ringattn.core.geometry import FULL, MOST_TOKENS
 from ringattn.core.layout import LAYOUTS, make_layout
 from ringattn.core.mask import Mask
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import cut, edges_of, spanned, tiles_of
+from ringattn.core.rectangles import Rectangles, segments
+from ringattn.core.tiling import cut, spanned, tiles_of
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
@@ -47,10 +48,12 @@ def little_memory() -> Iterator[None]:
 )
 def test_pieces_are_counted_without_making_them(layout: str, bounds: tuple[int, ...], segment: int | None) -> None:
     laid = make_layout(layout, 61, 3, bounds)
-    edges = edges_of(bounds, segment)
-    of_rows = [np.searchsorted(edges, run.members(), "right") for shard in laid.shards for run in shard]
-    assert spanned(laid, bounds, segment) == sum(int(of[-1] - of[0]) + 1 for of in of_rows)
-    assert spanned(laid, bounds, segment) >= len(cut(laid, bounds, segment).rank)
+    rectangles = Rectangles(segments([(*pair, *pair) for pair in pairwise(bounds)], FULL, segment))
+    starts = rectangles.expanded[:, 0]
+    of_rows = [np.searchsorted(starts, run.members(), "right") for shard in laid.shards for run in shard]
+    assert spanned(laid, rectangles, keys=True) == spanned(laid, rectangles, keys=False)
+    assert spanned(laid, rectangles, keys=True) == sum(int(of[-1] - of[0]) + 1 for of in of_rows)
+    assert spanned(laid, rectangles, keys=True) >= len(cut(laid, rectangles, keys=True).rank)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -12,14 +12,16 @@ import pytest
 import torch
 
 import ringattn
-from ringattn.core.documents import load_of, placed_at_once
-from ringattn.core.layout import make_layout
+from ringattn import masks
+from ringattn.core.areas import areas_of
+from ringattn.core.layout import causal_documents, make_layout
 from ringattn.core.mask import make_mask
+from ringattn.core.placement import placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
 from ringattn.planner.candidates import how_chosen
 from ringattn.planner.choose import choose_route
-from ringattn.planner.cluster import CLUSTERS, REFERENCE
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
 from ringattn.planner.layouts import RECEIVED_AT_MOST, suits_at_once
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
@@ -35,19 +37,25 @@ def problem_of(cuts: tuple[int, ...], ranks: int, at_once: bool, heads: int = 1,
     return Problem(laid, laid, mask, 1, heads, kv_heads, 64, 64, "bfloat16")
 
 
+def suits(cuts: tuple[int, ...], schedule: str, machines: Cluster) -> bool:
+    return suits_at_once(causal_documents(cuts), cuts[-1], 4, schedule, machines)
+
+
 def received(cuts: tuple[int, ...], ranks: int) -> float:
     """Return the largest number of rows that a rank receives if all are fetched at once, in shards."""
-    return max(load_of(cuts, placed_at_once(cuts, ranks)).received) * ranks / cuts[-1]
+    mask = causal_documents(cuts)
+    load = areas_of(mask, cuts[-1]).load(placed_at_once(mask, cuts[-1], ranks))
+    return max(load.received) * ranks / cuts[-1]
 
 
 def test_a_named_schedule_decides_and_auto_counts_rows_on_known_machines() -> None:
     assert 0 < received(SHORT, 4) <= RECEIVED_AT_MOST < received(LONG, 4)
     for cuts in (SHORT, LONG):
-        assert {name for name in ROUTES if suits_at_once(cuts, 4, name, H100)} == {"all_gather"}
-        assert not suits_at_once(cuts, 4, "auto", REFERENCE)
-    assert suits_at_once(SHORT, 4, "auto", H100) and not suits_at_once(LONG, 4, "auto", H100)
+        assert {name for name in ROUTES if suits(cuts, name, H100)} == {"all_gather"}
+        assert not suits(cuts, "auto", REFERENCE)
+    assert suits(SHORT, "auto", H100) and not suits(LONG, "auto", H100)
     with pytest.raises(InputError, match="'rings' is not known"):
-        suits_at_once(SHORT, 4, "rings", H100)
+        suits(SHORT, "rings", H100)
 
 
 def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
@@ -92,8 +100,47 @@ def test_a_ring_places_documents_for_the_schedule_that_is_named_and_explains_cal
         return texts
 
     for texts in run_ranks(2, of_rank, cluster=None):
-        marks = ["documents are placed for schedules that receive" in text for text in texts]
+        marks = ["tokens are placed for schedules that receive" in text for text in texts]
         assert marks == [True, False, False, False]
     machines = replace(H100, ranks_per_node=None)
     layouts = run_ranks(4, lambda ring: ring.sequence(cu_seqlens=SHORT, layout="documents").layout, cluster=machines)
     assert all(layout == layouts[0] and layout.at_once for layout in layouts)
+
+
+def test_a_sequence_is_placed_for_its_mask_and_all_ranks_must_have_the_same() -> None:
+    tree = masks.tree([-1, 0, 0, 0], [160, 100, 120, 70])
+
+    def of_rank(ring: ringattn.Ring) -> tuple[ringattn.Sequence, str]:
+        seq = ring.sequence(mask=tree, layout="mask", schedule="all_gather")
+        changed = ring.sequence(
+            mask=masks.tree([-1, 0, 0, 0], [160, 100, 119, 71]), layout="mask", schedule="all_gather"
+        )
+        text = str(ring.explain(seq, q_heads=2, head_dim=8, schedule="ring"))
+        x = torch.zeros(1, 450, 2, 8)
+        unequal = changed if ring.rank else seq
+        assert unequal.counts == seq.counts
+        with pytest.raises(ringattn.DisagreementError):
+            unequal.gather(unequal.shard(x))
+        return seq, text
+
+    for seq, text in run_ranks(2, of_rank, cluster=None):
+        assert seq.length == 450 and seq.mask == tree and seq.layout.name == "mask" and seq.layout.at_once
+        assert "tokens are placed for schedules that receive" in text
+
+
+def test_a_placement_for_a_mask_is_refused_by_name() -> None:
+    slices = masks.slices([(0, 20)], [(0, 20)])
+    with ringattn.Ring() as ring:
+        with pytest.raises(InputError, match="layout='mask' needs mask="):
+            ring.sequence(20, layout="mask")
+        with pytest.raises(InputError, match="global_tokens needs a window"):
+            ring.sequence(20, layout="mask", mask=masks.global_tokens(3))
+        with pytest.raises(InputError, match="for_='window': layout='mask' places tokens for causal or full"):
+            ring.sequence(20, layout="mask", mask=slices, for_="window")
+        with pytest.raises(InputError, match="q_ranges end at 20, and the sequence has 19 tokens"):
+            ring.sequence(19, layout="mask", mask=slices)
+        with pytest.raises(InputError, match="sequence needs a length"):
+            ring.sequence(layout="mask", mask=slices)
+        with pytest.raises(InputError, match="mask=3 is not a mask"):
+            ring.sequence(20, mask=3)  # type: ignore[arg-type]
+        assert ring.sequence(20, mask=slices).mask == slices

@@ -94,7 +94,10 @@ def schedules(trial: Trial, ranks: int, layout: str, code: str, names: Sequence[
 
 @pytest.mark.parametrize(
     ("name", "layout", "ranks", "code"),
-    thinned(product(TRIALS, ("contiguous", "zigzag", "striped"), (2, 3, 4), EIGHT_BIT)),
+    thinned(
+        (*cell, EIGHT_BIT[number % 2])
+        for number, cell in enumerate(product(TRIALS, ("contiguous", "zigzag", "striped"), (2, 3, 4)))
+    ),
 )
 def test_exact_except_for_rounding(name: str, layout: str, ranks: int, code: str) -> None:
     expected = rounded_reference(TRIALS[name], torch.float32, code, layout, ranks)

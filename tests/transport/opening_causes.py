@@ -25,7 +25,7 @@ from tests.transport.store_hosts import StoreHost, is_stopped
 RANKS = 3
 TIMEOUT_S = 2.0
 """The deadline of most causes. Torch resolves names for each connection, and a lost DNS query costs the one second that
-RES_OPTIONS sets."""
+the conftest sets."""
 LONG_S = 20.0
 SOON_S = 1.0
 """The time in which the error of a rank that refuses its arguments must reach the other ranks."""
@@ -154,10 +154,7 @@ class Rank:
         self, variables: dict[str, str], arguments: dict[str, Any], fault: str = "", machine: str = ""
     ) -> None:
         self.pipe, child_end = Pipe()
-        # By default, a lost DNS query delays the process by five seconds.
-        self.process = forked(
-            _open_ring, child_end, variables | {"RES_OPTIONS": "timeout:1"}, arguments, fault, machine
-        )
+        self.process = forked(_open_ring, child_end, variables, arguments, fault, machine)
         child_end.close()
 
     def ready(self) -> None:

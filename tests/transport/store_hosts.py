@@ -18,7 +18,6 @@ from tests.contract.processes import forked
 
 
 def _host(pipe: Connection) -> None:
-    os.environ["RES_OPTIONS"] = "timeout:1"  # see `processes._serve`
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     with suppress(EOFError):

@@ -138,10 +138,8 @@ def check_pairs(rank: int, world_size: int, transport: str, config: dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "ranks"), [("shm", "three"), ("peer", "three"), ("shm+gloo", "four")])
-def test_every_pair_of_mask_layout_and_schedule_is_exact(
-    transport: str, ranks: str, request: pytest.FixtureRequest
-) -> None:
+def test_every_pair_of_mask_layout_and_schedule_is_exact_over_peer(three: Processes) -> None:
+    """`tests/test_processes.py` and `tests/gpu/test_rehearsal.py` run the same cases over shm and gloo."""
     config = vars(CheckConfig(dtype="fp64", engine="plain", tokens=61, combinations="pairs"))
-    answers = request.getfixturevalue(ranks).run(check_pairs, transport, config, hard_s=240.0)
+    answers = three.run(check_pairs, "peer", config, hard_s=240.0)
     assert {(answer["cases"], answer["failed"]) for answer in answers.values()} == {(len(list(paired_cases())), 0)}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from ringattn.errors import DisagreementError
 from ringattn.planner.plan import Plan
 from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.records import LocalTensors, PackedBuffer
+from ringattn.schedule.routes import ROUTES
 from ringattn.transport.device import StreamWorkHandle
 from ringattn.transport.nccl.communicator import Communicator, PeerCall
-from tests.schedules import schedule_params
+from tests.covering import thinned
+from tests.schedules import NEWER
 from tests.transport.nccl_rings import Outcome, on_rings
 from tests.transport.simulated.device import SimDevice, SimStream
 from tests.transport.simulated.library import SimLibrary
@@ -119,9 +122,10 @@ def is_correct(layout: str, outcomes: list[Outcome], world: SimWorld, races: lis
 
 
 @pytest.mark.usefixtures("touching")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", schedule_params(quick=["double_ring"]))
-@pytest.mark.parametrize("layout", list(TRIALS))
+@pytest.mark.parametrize(
+    ("layout", "schedule", "ranks"),
+    thinned(product(TRIALS, ROUTES, (2, 3, 4)), quick=lambda cell: cell[1] not in NEWER or cell[1] == "double_ring"),
+)
 def test_nothing_races(layout: str, schedule: str, ranks: int) -> None:
     outcomes, world, races = run_passes(ranks, layout, schedule)
     assert [str(race) for race in races[:3]] == [] and world.violations == []

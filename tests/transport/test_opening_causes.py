@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from itertools import permutations
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,17 +27,33 @@ SLACK_S = 4.0
 INSIDE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 LATER = [name for name in CAUSES if "later" in name]
 """The faults that occur after the ranks have chosen a transport. Before that, the transports behave in the same way."""
-CELLS = [
-    pytest.param(name, transport, marks=[] if transport == "gloo" or name in LATER else pytest.mark.slow)
-    for name in CAUSES
-    for transport in TRANSPORTS
-]
+AT_ONCE = 4
+"""The number of rings that open at once. Their ranks wait for deadlines most of the time."""
+Cell = tuple[str, str]
+"""A cause and a transport."""
 
 
-@pytest.mark.parametrize(("name", "transport"), CELLS)
-def test_every_rank_reports_why_a_ring_does_not_open(name: str, transport: str) -> None:
-    cause = CAUSES[name]
-    assert complaints(cause, suffer(cause, transport), SLACK_S) == []
+def batches() -> list[Any]:
+    """Return pytest parameters of `AT_ONCE` cells each. Those that only repeat a cause over shm are marked slow."""
+    params = []
+    cells = list(product(CAUSES, TRANSPORTS))
+    quick = [cell for cell in cells if cell[1] == "gloo" or cell[0] in LATER]
+    for part, marks in ((quick, ()), ([cell for cell in cells if cell not in quick], pytest.mark.slow)):
+        for first in range(0, len(part), AT_ONCE):
+            batch = part[first : first + AT_ONCE]
+            params.append(pytest.param(batch, marks=marks, id="from {} over {} on".format(*batch[0])))
+    return params
+
+
+@pytest.mark.parametrize("batch", batches())
+def test_every_rank_reports_why_a_ring_does_not_open(batch: list[Cell]) -> None:
+    def wrong(cell: Cell) -> list[str]:
+        cause = CAUSES[cell[0]]
+        return complaints(cause, suffer(cause, cell[1]), SLACK_S)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        failed = {cell: lines for cell, lines in zip(batch, pool.map(wrong, batch), strict=True) if lines}
+    assert failed == {}
 
 
 # --- the environment -------------------------------------------------------------------------------------------------

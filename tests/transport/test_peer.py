@@ -323,6 +323,7 @@ def test_a_spoiled_result_is_never_reported_as_success(two: Processes) -> None:
     assert "rank 0 failed first: ValueError: rank 0 gives up" in result["outcome"]
 
 
+@pytest.mark.slow
 def test_an_abort_paints_until_its_stream_is_empty(two: Processes) -> None:
     assert two.run(overwritten)[0] == {"ended": True, "drained": True}
 

@@ -38,12 +38,8 @@ ring = ringattn.Ring(transport=transport, timeout_s=60.0)
 """
 
 
-def over(quick: str) -> pytest.MarkDecorator:
-    """Parametrize a test over the CPU transports that connect processes. All except `quick` are marked slow."""
-    return pytest.mark.parametrize(
-        "transport",
-        [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in ("gloo", "shm", "shm+gloo")],
-    )
+TRANSPORTS = ("gloo", "shm", "shm+gloo")
+"""The CPU transports that connect processes."""
 
 
 def started(program: str, transport: str, **streams: int) -> list[subprocess.Popen[str]]:
@@ -88,7 +84,8 @@ ring.close()
 """
 
 
-@over("gloo")
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_forked_child_collects_and_exits(transport: str) -> None:
     ranks = started(FORKS, transport, stderr=subprocess.PIPE)
     errors = [process.communicate(timeout=100)[1] for process in ranks]
@@ -113,10 +110,13 @@ LIMIT_S = 2.0 + BUSY_S
 """The time within which a waiting rank must end: two seconds are promised. The deadline of the ring is a minute."""
 
 
-@over("gloo")
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, -signal.SIGINT), pytest.param(signal.SIGTERM, 7, marks=pytest.mark.slow)],
+    ("transport", "number", "code"),
+    [
+        ("gloo", signal.SIGINT, -signal.SIGINT),
+        pytest.param("shm", signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("shm+gloo", signal.SIGTERM, 7, marks=pytest.mark.slow),
+    ],
 )
 def test_a_waiting_rank_ends_soon(transport: str, number: signal.Signals, code: int) -> None:
     ranks = started(WAITS, transport, stdout=subprocess.PIPE)
@@ -214,7 +214,8 @@ def within(counts: tuple[int, ...], limits: tuple[int, ...]) -> bool:
     return all(count <= limit for count, limit in zip(counts, limits, strict=True))
 
 
-@over("shm")
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_dropped_rings_leave_nothing(transport: str) -> None:
     with Processes(3) as processes:
         for first, last in processes.run(drops, transport, hard_s=120.0).values():

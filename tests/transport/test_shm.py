@@ -21,6 +21,7 @@ from ringattn.bench import shm_ways
 from ringattn.errors import ClosedError, DisagreementError, PeerLostError, RingError, TransportError
 from ringattn.observe.flight import DONE, FAILED
 from ringattn.transport.base import Message, Opening
+from ringattn.transport.deadline import Deadline, wait_until
 from ringattn.transport.shared import transport as shm_transport
 from ringattn.transport.shared.page import LOG_ENTRIES, Segment
 from ringattn.transport.shared.transport import ShmTransport
@@ -70,9 +71,10 @@ def test_bare_copies_are_verified_and_timed_by_the_slowest_rank(processes: Proce
 LONG_S = 30.0
 
 
-def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
+def dies_with_a_child(rank: int, world_size: int, folder: Path) -> tuple[str, str, list[str]]:
     """Kill rank 2 while its forked child lives; the other ranks must not mistake the child for rank 2.
 
+    The child ends when each of the other ranks has its error and has put a file into `folder`.
     Return this rank's error message, the name of its socket, and those of its files that could outlive the process.
     """
     ring = meet(rank, world_size, LONG_S)
@@ -84,11 +86,12 @@ def dies_with_a_child(rank: int, world_size: int) -> tuple[str, str, list[str]]:
     assert any(file.startswith("/memfd:ringattn-arena") for file in files)
     if rank == 2:
         if os.fork() == 0:
-            time.sleep(20.0)
+            wait_until(lambda: len(list(folder.iterdir())) == world_size - 1, Deadline(LONG_S))
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(TransportError) as caught:
         ring.all_gather_bytes(b"")
+    (folder / str(rank)).touch()
     persistent = [file for file in files if file.startswith(("/dev/shm", "/tmp/ringattn"))]
     return str(caught.value), ring.group._service.name, persistent
 
@@ -102,9 +105,9 @@ def listening() -> set[str]:
     return {line.partition("@ringattn-")[2] for line in lines}
 
 
-def test_a_killed_rank_whose_child_lives_is_named_and_leaves_no_files() -> None:
+def test_a_killed_rank_whose_child_lives_is_named_and_leaves_no_files(tmp_path: Path) -> None:
     with Processes(contract.WORLD_SIZE) as mortals:
-        answers = mortals.run(dies_with_a_child, exits=2).values()
+        answers = mortals.run(dies_with_a_child, tmp_path, exits=2).values()
     for message, name, files in answers:
         assert named_at_fault(message) == {2} and "is gone" in message
         assert name not in listening() and files == []

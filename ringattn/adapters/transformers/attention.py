@@ -10,6 +10,8 @@ what to do instead.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,23 +19,50 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringattn import masks
 from ringattn.adapters.attend import as_autocast, attend
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.dropout import drawn_seed, refuse_without_seed, seed_from
 from ringattn.adapters.host_versions import ABSENT, Host
 from ringattn.adapters.hosts import local_sinks
-from ringattn.adapters.transformers.calls import PART, ModelCall, attending_call
+from ringattn.adapters.transformers.calls import PART, STATES, ModelCall, attending_call, current_call
 from ringattn.adapters.transformers.checks import (
+    check_documents,
     check_encoder,
     check_tokens,
     depends_on_length,
+    has_tree,
     may_compute_positions,
+    positions_call,
     refuse_layers,
     short,
     takes_positions,
+    text_positions,
 )
+from ringattn.adapters.transformers.compressing import (
+    attend_compressed,
+    compression_of,
+    with_compressed_keys,
+)
+from ringattn.adapters.transformers.encoder_decoder import BIASED, CROSS, attend_with_bias
+from ringattn.adapters.transformers.latents import expanded, has_latents, is_sharded, latent_attention
+from ringattn.adapters.transformers.selecting import (
+    BlockChoice,
+    attend_blocks,
+    attend_selected,
+    refuse_dropout,
+    refuse_other_selection,
+    refuse_unprepared,
+    refuse_without_latents,
+    selected,
+    selected_blocks,
+    selects_blocks,
+    selects_keys,
+)
+from ringattn.adapters.transformers.table_masks import Rows, TableMask, table_mask
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activate, active_sequence, attended
 from ringattn.sequence import Sequence
@@ -64,6 +93,66 @@ HOST = Host(
     },
 )  # fmt: skip
 """docs/host-versions.md shows what was tested with each version."""
+
+
+BLOCKS = Host(
+    "transformers",
+    ("5.18", "5.23", "5.24"),
+    "masks of image blocks",
+    sources={
+        f"{_MASKS}:or_masks": ("4c4ed2eb",),
+        f"{_MASKS}:blockwise_overlay": ("c108367d",),
+        "transformers.models.gemma3.modeling_gemma3:get_block_sequence_ids_for_mask": ("d5e347b9",),
+    },
+)
+"""Needed by models in which the tokens of an image attend to each other in both directions."""
+
+WITH_BLOCKS = ("gemma3_text",)
+"""The text models, by `config.model_type`, in which each run of image tokens is such a block."""
+
+_REFERENCE = "transformers.models.unlimited_ocr.modeling_unlimited_ocr:create_reference_sliding_window_causal_mask"
+REFERENCE = Host(
+    "transformers",
+    ("5.23", "5.24"),
+    "mask of Unlimited-OCR",
+    sources={f"{_MASKS}:or_masks": ("4c4ed2eb",), _REFERENCE: ("9b23506f", "9abc296d")},
+)
+"""Needed by models in which tokens attend to the whole prompt, and to a window of generated tokens."""
+
+
+def causal_without_reference(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the causal part of the mask function "in a causal window, or causal and in the prompt".
+
+    None: it is another mask function, or not all tokens are in the prompt, because a cache has some of them.
+    """
+    from transformers import masking_utils as host
+
+    parts = _parts(function)
+    if not hasattr(host, "or_masks") or _name(function) != _name(host.or_masks()) or len(parts) != 2:
+        return None
+    window, prompt = parts
+    inner = _parts(prompt)
+    overlay = f"{_REFERENCE.replace(':', '.')}.<locals>.prefill_overlay"
+    if [_name(prompt), *map(_name, inner)] != [_name(host.and_masks()), _name(host.causal_mask_function), overlay]:
+        return None
+    is_whole = inspect.getclosurevars(inner[1]).nonlocals["prefill_length"] == math.inf
+    return inner[0] if is_whole and _is_causal(window, "window") else None
+
+
+def split_blocks(function: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor] | None:
+    """Return the two parts of the mask function "this mask, or in the same block": the mask and the blocks.
+
+    Blocks are a number for each token, (rows, tokens), negative outside of blocks. None: it is another mask function.
+    """
+    from transformers import masking_utils as host
+
+    if not hasattr(host, "blockwise_overlay") or _name(function) != _name(host.or_masks()):
+        return None
+    parts = _parts(function)
+    overlay: Any = host.blockwise_overlay
+    if len(parts) != 2 or _name(parts[1]) != _name(overlay(None)):
+        return None
+    return parts[0], _contents(parts[1])[0]
 
 
 def query_range(arguments: Mapping[str, Any]) -> tuple[int, int | Tensor]:
@@ -108,10 +197,6 @@ def chunks_begin_with_documents() -> bool:
 
 # --- Masks ------------------------------------------------------------------------------------------------------------
 
-Rows = tuple[tuple[Sequence, tuple[int, ...]], ...]
-"""The rows of a batch, grouped by their documents: the sequence of each group, and the indices of its rows."""
-
-
 _NO_TABLE = (
     "this model reads its mask as a table of tokens, but over a ring a mask is a few numbers; only models that just "
     "pass the mask to their attention function can attend through a ring: keep this model's attn_implementation"
@@ -127,16 +212,19 @@ class MaskSpec:
     """The mask of some layers in one forward pass. Models pass it from the mask function to the attention function.
 
     `window`: tokens left and right of the query. `chunk_tokens`: the length of chunks with causal attention inside.
-    `padding`: (batch, keys) bool, True for this rank's real tokens, or None. `unknown`: functions in the mask whose
-    meaning is unknown. `keys`: tokens of K and V, more than `queries` with a cache. `arguments`: the arguments of
-    transformers' mask functions.
+    `padding`: (batch, keys) bool, True for this rank's real tokens, or None. `blocks`: (batch, keys) bool, True for
+    this rank's tokens of blocks that attend in both directions, or None. `unknown`: functions in the mask whose meaning
+    is unknown. `hosts`: the reviewed code of the mask. `keys`: tokens of K and V, more than `queries` with a cache.
+    `arguments`: the arguments of transformers' mask functions.
     """
 
     causal: bool
     window: tuple[int, int] | None
     chunk_tokens: int | None
     padding: Tensor | None
+    blocks: Tensor | None
     unknown: tuple[str, ...]
+    hosts: tuple[Host, ...]
     queries: int
     keys: int
     is_offset: bool
@@ -148,7 +236,11 @@ class MaskSpec:
     def _refuse_table(self, *_: object) -> Any:
         raise _NoTableError(_NO_TABLE)
 
-    __getitem__ = __len__ = __bool__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _refuse_table
+    def __getitem__(self, index: object) -> Any:
+        """Return the mask itself to models that select keys, whose replaced indexers accept it. Others: raise."""
+        return self if selects_keys(self.config) else self._refuse_table()
+
+    __len__ = __bool__ = __invert__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = _refuse_table
     __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _refuse_table
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse_table
     __hash__ = object.__hash__
@@ -159,6 +251,8 @@ class MaskSpec:
         raise _NoTableError(_NO_TABLE)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "dtype" and selects_keys(self.config):
+            raise _NoTableError("this model selects keys: call ringattn.adapters.transformers.prepare(model) once")
         raise AttributeError(name) if name.startswith("__") else _NoTableError(_NO_TABLE)
 
     def contiguous(self) -> Tensor | None:
@@ -173,20 +267,82 @@ class MaskSpec:
     def rows(self, seq: Sequence, check: Callable[[Rows], None]) -> Rows:
         """Group the rows of the batch by their documents: those of `seq`, further cut at padding and at chunks.
 
-        At the first use of this mask, the result is passed to `check`. If there is padding, this first use is a
-        collective call. Raises `InputError` on every rank; `check` must do the same.
+        The sequence of a group also has the mask of its blocks. At the first use of this mask, the result is passed to
+        `check`. If there is padding or there are blocks, this first use is a collective call. Raises `InputError` on
+        every rank; `check` must do the same.
         """
         if seq not in self._rows:
             self.refuse()
-            real_ranges = [None] if self.padding is None else _real_ranges(seq, self.padding)
             batch: int = self.arguments["batch_size"]
-            by_cuts: dict[tuple[int, ...] | None, list[int]] = {}
-            for row, real in enumerate(real_ranges * (batch if self.padding is None else 1)):
-                by_cuts.setdefault(self._cuts(seq, real), []).append(row)
-            groups = tuple((seq.with_documents(cuts), tuple(rows)) for cuts, rows in by_cuts.items())
+            real_ranges: list[tuple[int, int] | None] = [None] * batch
+            if self.padding is not None:
+                real_ranges = [*_real_ranges(seq, self.padding)]
+            block_masks: list[masks.BidirectionalBlocks | None] = [None] * batch
+            if self.blocks is not None:
+                block_masks = _block_masks(seq, self.blocks, real_ranges)
+            by_mask: dict[tuple[tuple[int, ...] | None, masks.BidirectionalBlocks | None], list[int]] = {}
+            for row, (real, blocks) in enumerate(zip(real_ranges, block_masks, strict=True)):
+                by_mask.setdefault((self._cuts(seq, real), blocks), []).append(row)
+            groups = tuple(
+                (seq.with_documents(cuts).with_mask(blocks or seq.mask), tuple(rows))
+                for (cuts, blocks), rows in by_mask.items()
+            )
             check(groups)
             self._rows[seq] = groups
         return self._rows[seq]
+
+    def rows_of_encoder(self, seq: Sequence, encoder: Sequence) -> Rows:
+        """Group the rows of the batch by the padding of the encoder, for attention from `seq` to it.
+
+        A collective call at the first use of this mask, if there is padding.
+        """
+        if seq not in self._rows:
+            self._refuse_unknown()
+            by_range: dict[tuple[int, int], list[int]] = {}
+            whole = [(0, encoder.length)] * self.arguments["batch_size"]
+            for row, real in enumerate(whole if self.padding is None else _real_ranges(encoder, self.padding)):
+                if real[0] == real[1]:
+                    raise InputError(f"attention_mask of row {row} has no token, so the decoder attends to nothing")
+                by_range.setdefault(real, []).append(row)
+            # Documents pair by index. All tokens of the decoder are in the second, whose keys are the real tokens.
+            self._rows[seq] = tuple(
+                (
+                    seq.with_documents([0, 0, seq.length, seq.length]).with_encoder(
+                        encoder.with_documents([0, start, stop, encoder.length])
+                    ),
+                    tuple(rows),
+                )
+                for (start, stop), rows in by_range.items()
+            )
+        return self._rows[seq]
+
+    def key_ranges(
+        self, module: nn.Module, ids: Tensor | None, may_have_window: bool = False
+    ) -> tuple[Sequence, Tensor, Tensor] | None:
+        """Return the sequence, and the first and the last key of each query as numbers of all tokens, (batch, tokens).
+
+        None: attention is local. `module`: the indexer that asks. `ids`: its position_ids. For masks that are causal
+        within documents and nothing else; otherwise this raises `UnsupportedError` on every rank. `may_have_window`:
+        the mask may have a window, which the result does not contain.
+        """
+        if (seq := sequence_of()) is None:
+            return None
+        has_other_window = self.window is not None and not may_have_window
+        if not self.causal or has_other_window or self.blocks is not None or seq.mask is not None:
+            with seq.ring.refused_by_all():
+                raise UnsupportedError(
+                    f"{type(module).__name__} selects keys, which over a ring is supported for causal attention within "
+                    "documents; leave windows, masks of the sequence and blocks out"
+                )
+        call = current_call()
+        arguments = {} if call is None else dict(call.arguments)
+        ids = arguments.get("position_ids") if ids is None else ids
+        rows = self.rows(seq, lambda groups: refuse_inputs(self, groups, seq, module, ids, arguments, call))
+        last = seq.positions()
+        first = last.new_empty(sum(len(members) for _, members in rows), len(last))
+        for group_seq, members in rows:
+            first[list(members)] = last - group_seq.positions(per_document=True)
+        return seq, first, last.expand_as(first)
 
     def refuse(self) -> None:
         """Raise `UnsupportedError` for a mask that ranks cannot share."""
@@ -196,11 +352,16 @@ class MaskSpec:
                 "supported, nor are a static cache and cross attention; for generate() pass the whole prompt "
                 "inside `with ring.activate(None):`"
             )
+        self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
         if self.unknown:
             raise UnsupportedError(
                 f"the mask of this model is made with {', '.join(self.unknown)}, which is neither causal, "
                 "bidirectional, a window, chunks nor documents; ring attention has no form for it"
             )
+        for host in self.hosts:
+            host.require()
 
     def _cuts(self, seq: Sequence, real: tuple[int, int] | None) -> tuple[int, ...] | None:
         """Return the document boundaries of one row, whose real tokens are the range `real`. None: one document.
@@ -242,27 +403,31 @@ def mask_spec(
 ) -> MaskSpec | Tensor | None:
     """Return the `MaskSpec` of a mask, or a table for local attention with a static cache.
 
-    This is the mask function for transformers' `AttentionMaskInterface`. It refuses nothing, because attention may be
+    This is the mask function for transformers' `AttentionMaskInterface`. It refuses no mask, because attention may be
     local.
     """
-    known, names = _known_functions(), _names(mask_function)
-    meanings = {known[name] for name in names if name in known}
-    # transformers passes the size of windows and chunks apart from the functions. A causal window includes the query.
+    if selects_blocks(config):
+        _refuse_unprepared()
+    composition = _Composition(mask_function, getattr(config, "model_type", None) in WITH_BLOCKS)
+    meanings = composition.meanings
+    # transformers passes the size of windows and chunks apart from the functions, but not for a mask that a model
+    # composes itself. A causal window includes the query.
     window = chunk = None
-    if local_size is not None:
+    if (size := local_size or min(composition.sizes, default=None)) is not None:
         if "window" in meanings:
-            window = (local_size - 1, 0)
+            window = (size - 1, 0)
         elif "both ways" in meanings:
-            window = (local_size, local_size)
+            window = (size, size)
         elif "chunks" in meanings:
-            chunk = local_size
+            chunk = size
     queries, offset = query_range(others)
     arguments = {
         "kv_length": kv_length, "mask_function": mask_function, "attention_mask": attention_mask,
         "local_size": local_size, "config": config, **others,
     }  # fmt: skip
     spec = MaskSpec(
-        "causal" in meanings, window, chunk, attention_mask, tuple(sorted(names - set(known))), queries, kv_length,
+        "causal" in meanings, window, chunk, attention_mask, composition.blocks[0] >= 0 if composition.blocks else None,
+        tuple(sorted(composition.names - set(_known_functions()))), tuple(composition.hosts), queries, kv_length,
         isinstance(offset, Tensor) or offset != 0, config, arguments,
     )  # fmt: skip
     # A static cache has room for more keys than the tokens so far, or its offset is a tensor. From 5.24 on, `generate`
@@ -270,6 +435,21 @@ def mask_spec(
     # table has.
     has_room = isinstance(offset, Tensor) or queries + offset != kv_length
     return spec.local(may_be_none=False) if has_room and active_sequence() is None else spec
+
+
+def _refuse_unprepared() -> None:
+    """Raise `UnsupportedError` on every rank if the running model was not prepared, before an indexer runs.
+
+    The indexer of an unprepared model would read blocks that this rank does not have.
+    """
+    seq, is_recomputing = active_sequence(), torch._C._current_graph_task_id() != -1
+    if seq is None or seq.ring.world_size == 1 or is_recomputing or current_call() is not None:
+        return
+    with seq.ring.refused_by_all():
+        raise UnsupportedError(
+            "this model selects blocks of keys: call ringattn.adapters.transformers.prepare(model) once, and then call "
+            "that model, not a part of it"
+        )
 
 
 @cache
@@ -282,19 +462,90 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _names(function: Callable[..., Any]) -> set[str]:
-    """Return the names of a mask function and of the functions that it is composed of."""
-    names = {_name(function)}
-    # transformers composes masks by closures (`and_masks` and others), so the parts are in the closure's cells.
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        for part in content if isinstance(content, tuple) else (content,):
-            if callable(part):
-                names |= _names(part)
-    return names
+class _Composition:
+    """The functions that a mask function is composed of.
+
+    `names`: their names. `sizes`: the numbers in windows and chunks. `blocks`: the blocks that are added to a causal
+    mask, see `split_blocks`. Functions that add blocks have no name here, and those that add a prompt neither. Other
+    unions of masks have one, so that they are refused: for example, the blocks of a window have pairs that are farther
+    apart than the window. `hosts`: the reviewed code of the functions that have no name here.
+    """
+
+    def __init__(self, function: Callable[..., Any], may_have_blocks: bool) -> None:
+        self.may_have_blocks = may_have_blocks
+        self.names: set[str] = set()
+        self.sizes: list[int] = []
+        self.blocks: list[Tensor] = []
+        self.hosts: list[Host] = []
+        self._add(function)
+
+    @property
+    def meanings(self) -> set[str]:
+        """The meanings of all functions that have one."""
+        return {meaning for name, meaning in _known_functions().items() if name in self.names}
+
+    def _add(self, function: Callable[..., Any]) -> None:
+        if self.may_have_blocks and (split := split_blocks(function)) is not None and _is_causal(split[0]):
+            self.blocks.append(split[1])
+            self.hosts.append(BLOCKS)
+            self._add(split[0])
+            return
+        if (causal := causal_without_reference(function)) is not None:
+            self.hosts.append(REFERENCE)
+            self._add(causal)
+            return
+        self.names.add(_name(function))
+        if _known_functions().get(_name(function)) in ("window", "both ways", "chunks"):
+            self.sizes += [x for x in _contents(function) if isinstance(x, int)]
+        for part in _parts(function):
+            self._add(part)
 
 
-def _real_ranges(seq: Sequence, padding: Tensor) -> list[tuple[int, int] | None]:
+def _is_causal(function: Callable[..., Any], *others: str) -> bool:
+    """Return whether a mask function is causal, perhaps in documents, without a window, chunks or blocks.
+
+    `others`: meanings that it may have as well.
+    """
+    composition = _Composition(function, may_have_blocks=False)
+    may_have = {"causal", "documents", "and", *others}
+    return composition.names <= set(_known_functions()) and {"causal"} <= composition.meanings <= may_have
+
+
+def _contents(function: Callable[..., Any]) -> list[Any]:
+    """Return the values in a function's closure."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def _parts(function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Return the functions that a mask function is directly composed of, which are in its closure."""
+    return [part for x in _contents(function) for part in (x if isinstance(x, tuple) else (x,)) if callable(part)]
+
+
+def _block_masks(
+    seq: Sequence, blocks: Tensor, real_ranges: list[tuple[int, int] | None]
+) -> list[masks.BidirectionalBlocks | None]:
+    """Return the mask of each row's blocks, over all ranks: the runs of True in `blocks`. None: the row has no block.
+
+    Raises UnsupportedError for packed documents, and for a sequence that has a mask.
+    """
+    with seq.ring.refused_by_all():
+        if seq.documents is not None:
+            raise UnsupportedError(
+                "documents packed into a row with images that attend in both directions: in layers with a window, "
+                "transformers looks for the images at the wrong tokens; give each document its own row"
+            )
+        if seq.mask is not None:
+            raise UnsupportedError(f"the model attends in both directions in images, and seq has mask={seq.mask.text}")
+    full = seq.gather(blocks.to(torch.uint8), dim=1)
+    block_masks: list[masks.BidirectionalBlocks | None] = []
+    for row, real in zip(full, real_ranges, strict=True):
+        # Real tokens do not attend to padding, so a block ends there. An empty block has no effect.
+        edges = F.pad(row.long(), (1, 1)).diff().nonzero().flatten().clamp(*(real or (0, seq.length))).tolist()
+        block_masks.append(masks.BidirectionalBlocks(tuple(edges)) if edges[::2] != edges[1::2] else None)
+    return block_masks
+
+
+def _real_ranges(seq: Sequence, padding: Tensor) -> list[tuple[int, int]]:
     """Return the range of real tokens of each row, over all ranks. Raises InputError for padding between them."""
     full = seq.gather(padding.to(torch.uint8), dim=1).bool()
     # `argmax` is the first real token of a row, and 0 in a row of padding, where the count is 0 too.
@@ -348,20 +599,45 @@ def attention_forward(
         InputError: A mask, an option or the number of tokens is refused, on every rank; or nothing is active while a
             ring of several ranks is open.
     """
+    latent, compression = has_latents(module, value), compression_of(module)
     if is_tower(module, query, attention_mask):
         # Local on purpose: without this, the activation would report that nothing attended over the ring.
         attended()
         with activate(None):
             return _attend_locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     active = active_sequence()
+    if active is not None and getattr(module, CROSS, False):
+        return _attend_to_encoder(active, module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     if active is not None and isinstance(attention_mask, MaskSpec):
         with active.ring.refused_by_all():
             attention_mask.refuse()  # first: for a decoding step, the check of token counts would give a wrong reason
     seq = sequence_of()
+    if latent and (seq is None or is_sharded(module)):
+        latent = False
+        key, value = expanded(module, key, value)
+    indices, blocks = kwargs.get("indices"), kwargs.get("block_indices")
+    refuse_other_selection(module, kwargs)
     if seq is None:
+        if compression is not None:
+            key, attention_mask = with_compressed_keys(compression, key, attention_mask)
+            value = key
+        if indices is not None:
+            attention_mask = selected(attention_mask, indices, key.shape[2])
+        if blocks is not None:
+            attention_mask = selected_blocks(module, attention_mask, blocks, key.shape[2], query.dtype)
         return _attend_locally(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
     with seq.ring.refused_by_all():
-        spec = check_mask(module, attention_mask)
+        spec: MaskSpec | TableMask
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and not is_cross_attention(module):
+            spec = table_mask(attention_mask, query.shape[0], seq, current_call())
+        else:
+            spec = check_mask(module, attention_mask)
+        if indices is not None and not latent:
+            refuse_without_latents(module)
+        if blocks is not None and not isinstance(blocks, BlockChoice):
+            refuse_unprepared(module)
+        if indices is not None or blocks is not None or compression is not None:
+            refuse_dropout(dropout)
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
         if is_cross_attention(module):
@@ -377,20 +653,71 @@ def attention_forward(
     ids = kwargs.get("position_ids")  # some models pass None to attention
     if ids is None and call is not None:
         ids = call.arguments.get("position_ids")
+    if compression is not None:
+        ranges = spec.key_ranges(module, ids, may_have_window=True)
+        assert ranges is not None and spec.window is not None
+        attended()
+        with seq.ring.refused_by_all():
+            compression.refuse(seq, ranges[1])
+        scale = cast(float, scaling)
+        return attend_compressed(seq, q, k[:, :, 0], compression, spec.window[0], scale, options["sinks"]), None
+    if indices is not None or blocks is not None:
+        ranges = spec.key_ranges(module, ids)
+        assert ranges is not None
+        attended()
+        if blocks is not None:
+            with seq.ring.refused_by_all():
+                blocks.refuse(seq, ranges[1])
+            return attend_blocks(seq, q, k, v, blocks, ranges[1:], cast(float, scaling)), None
+        sinks, scale = options["sinks"], q.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_selected(module, seq, q, k[:, :, 0], v[:, :, 0], indices, ranges[1:], scale, sinks), None
     # The inputs are checked once for each mask, which all layers of one kind share.
     rows = spec.rows(seq, lambda groups: refuse_inputs(spec, groups, seq, module, ids, kwargs, call))
-    return _by_rows(rows, q, k, v, seed, options).contiguous(), None
+    if (bias := kwargs.get("position_bias")) is not None:
+        options = {"causal": spec.causal, "scale": scaling, "dropout_p": dropout, "bias": bias}
+        return _by_rows(rows, q, k, v, seed, options, attend_with_bias).contiguous(), None
+    function = latent_attention(module) if latent else attend
+    return _by_rows(rows, q, k, v, seed, options, function).contiguous(), None
 
 
-def _by_rows(rows: Rows, q: Tensor, k: Tensor, v: Tensor, seed: int | None, options: dict[str, Any]) -> Tensor:
+def _attend_to_encoder(
+    seq: Sequence, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, dropout: float,
+    scaling: float | None, kwargs: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Return attention of the decoder, over `seq`, to an encoder: over the ring, or locally to a replicated encoder."""
+    if seq.encoder is None:
+        with activate(None):
+            return _attend_locally(module, query, key, value, mask, dropout, scaling, kwargs)
+    with seq.ring.refused_by_all():
+        spec = check_mask(module, mask)
+        # The bias of T5's cross attention is zero: it has no table.
+        refuse_options(module, dropout, {**kwargs, "position_bias": None})
+        check_tokens(seq, query.shape[2])
+        check_tokens(seq.encoder, key.shape[2], "the encoder's output")
+        seed = drawn_seed(seq.ring) if dropout else None
+    attending_call()
+    q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
+
+    def over_the_ring(group_seq: Sequence, *tensors: Tensor, **options: Any) -> Tensor:
+        return attend(group_seq, *tensors, kv_seq=group_seq.encoder, **options)
+
+    options = {"scale": scaling, "dropout_p": dropout}
+    return _by_rows(spec.rows_of_encoder(seq, seq.encoder), q, k, v, seed, options, over_the_ring).contiguous()
+
+
+def _by_rows(
+    rows: Rows, q: Tensor, k: Tensor, v: Tensor, seed: int | None, options: dict[str, Any],
+    function: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
     """Attend to each group of rows with equal documents in turn, and put the rows back in order.
 
-    `seed`: the dropout seed. Each group gets a seed derived from it, because its rows are numbered from 0 again.
+    `function`: `attend`, or a function with its parameters. `seed`: the dropout seed. Each group gets a seed derived
+    from it, because its rows are numbered from 0 again.
     """
     if len(rows) == 1:
-        return attend(rows[0][0], q, k, v, dropout_seed=seed, **options)
+        return function(rows[0][0], q, k, v, dropout_seed=seed, **options)
     seeds = [None if seed is None else seed_from(seed, part) for part in range(len(rows))]
-    parts = [attend(group_seq, *(x[list(members)] for x in (q, k, v)), dropout_seed=group_seed, **options)
+    parts = [function(group_seq, *(x[list(members)] for x in (q, k, v)), dropout_seed=group_seed, **options)
              for (group_seq, members), group_seed in zip(rows, seeds, strict=True)]  # fmt: skip
     # `order` maps rows of the result to rows of the batch; its argsort is the inverse.
     order = torch.tensor([row for _, members in rows for row in members], device=q.device)
@@ -489,7 +816,7 @@ def refuse_options(module: nn.Module, dropout: float, kwargs: dict[str, Any]) ->
         refuse_without_seed(f"attention dropout is {dropout}", _without_dropout(module, dropout))
     if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
         raise UnsupportedError("output_attentions: ring attention never stores attention weights; leave it out")
-    if kwargs.get("position_bias") is not None:
+    if kwargs.get("position_bias") is not None and not hasattr(module, BIASED):
         raise UnsupportedError("this model adds a position bias to its scores, which ring attention does not support")
 
 
@@ -508,8 +835,8 @@ def is_cross_attention(module: nn.Module) -> bool:
 
 
 def refuse_inputs(
-    spec: MaskSpec, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None, kwargs: dict[str, Any],
-    call: ModelCall | None,
+    spec: MaskSpec | TableMask, rows: Rows, seq: Sequence, module: nn.Module, ids: Tensor | None,
+    kwargs: dict[str, Any], call: ModelCall | None,
 ) -> None:  # fmt: skip
     """Check everything that may be wrong on one rank only, once for each mask. If a check fails, all ranks raise.
 
@@ -518,13 +845,15 @@ def refuse_inputs(
     refusal = None
     # A rank that refuses its inputs must still reach the exchange at the end, because the other ranks wait there.
     try:
-        refuse_layers(getattr(module, "config", None))
-        if not takes_positions(type(module).__mro__):
+        refuse_layers(getattr(module, "config", None), getattr(module, STATES, ()))
+        is_counted = call is not None and call.has_checked_positions
+        if not is_counted and not takes_positions(type(module).__mro__):
             raise UnsupportedError(
                 f"the models of {type(module).__name__} take no position_ids, so they count positions from 0 on every "
-                "rank"
+                "rank; an encoder-decoder is prepared and called as a whole, and inside `with ring.activate(None):` "
+                "for generate()"
             )
-        _check_documents(seq, kwargs)
+        check_documents(seq, kwargs)
         if seq.ring.world_size > 1:
             _check_rotary(module, call is not None and call.has_whole_length)
         if (
@@ -536,13 +865,15 @@ def refuse_inputs(
                 f"the models of {type(module).__name__} may count positions from padding or the mask, which cannot be "
                 "checked here: call ringattn.adapters.transformers.prepare(model) once"
             )
-        if call is not None and call.has_checked_positions:
+        if has_tree(seq):
+            _check_tree(spec, rows, seq)
+        if is_counted:
             pass
         elif ids is not None:
             _check_positions(ids, spec, rows, seq)
-        elif seq.ring.world_size > 1:
+        elif seq.ring.world_size > 1 or has_tree(seq):
             raise InputError(
-                f"{type(module).__name__} got no position_ids: pass position_ids=seq.positions()[None], and if the "
+                f"{type(module).__name__} got no position_ids: pass position_ids={positions_call(seq)}, and if the "
                 "model does not pass them to attention, call ringattn.adapters.transformers.prepare(model) once"
             )
     except InputError as error:
@@ -565,40 +896,64 @@ def _check_rotary(module: nn.Module, has_whole_length: bool) -> None:
         )
 
 
-def _check_documents(seq: Sequence, kwargs: dict[str, Any]) -> None:
-    """Raise `InputError` if the model got cu_seq_lens that differ from the documents of the sequence."""
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if (cu_seqlens := kwargs.get(name)) is not None:
-            cuts = tuple(sorted(set(cu_seqlens.flatten().tolist())))
-            if cuts != tuple(sorted(set(seq.documents or (0, seq.length)))):
-                raise InputError(
-                    f"rank {seq.ring.rank}: {name} cuts at {cuts[:8]}, the active sequence at {seq.documents}; make "
-                    f"the sequence with ring.sequence(cu_seqlens={name}) of the whole batch"
-                )
-
-
-def _check_positions(ids: Tensor, spec: MaskSpec, rows: Rows, seq: Sequence) -> None:
+def _check_positions(ids: Tensor, spec: MaskSpec | TableMask, rows: Rows, seq: Sequence) -> None:
     """Raise `InputError` unless `ids`, (batch or 1, tokens), are positions of this rank's tokens.
 
-    Positions may be global, or counted from the start of the token's document or of the row's real tokens. Rotary
-    positions with more dimensions (for images) are not checked here.
+    Positions may be those of `text_positions`, counted from the start of the row's real tokens, or counted by the keys
+    of a table. Rotary positions with more dimensions (for images) are checked here in a tree only, where images have
+    none.
     """
-    if ids.dim() != 2:
+    if ids.dim() != 2 and not has_tree(seq):
         return
-    global_ids, document_ids = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
-    if any(torch.equal(ids, expected.expand_as(ids)) for expected in (global_ids, document_ids)):
+    expected_of_text = [expected.to(ids.device) for expected in text_positions(seq)]
+    if any(torch.equal(ids, expected.expand_as(ids)) for expected in expected_of_text):
         return
-    # Each group of rows counts from its own first real token. Positions of padding may be anything.
+    # Positions along the paths of a tree that is given as a table. Those of padding may be anything.
+    if isinstance(spec, TableMask):
+        counted, attends = spec.positions(seq)
+        fits = ((ids == counted) | ~attends).all(-1)
+        for expected in expected_of_text:
+            fits = fits | (ids == expected).all(-1)
+        if fits.all():
+            return
+        expected_of_text.append(counted[0])
+    # Each group of rows counts from its own first real token.
     if spec.padding is not None:
         expected_ids = torch.empty_like(spec.padding, dtype=torch.int64)
         for group_seq, members in rows:
             expected_ids[list(members)] = group_seq.positions(per_document=True).to(expected_ids.device)
         if torch.equal(ids.expand_as(expected_ids)[spec.padding], expected_ids[spec.padding]):
             return
+    expected_texts = [short(expected) for expected in expected_of_text]
+    message = f"rank {seq.ring.rank}: position_ids are {short(ids.flatten())}, this rank's tokens of {seq!r} have "
+    if has_tree(seq):
+        raise InputError(
+            f"{message}{expected_texts[0]} along the paths of its tree; pass position_ids={positions_call(seq)}"
+        )
     raise InputError(
-        f"rank {seq.ring.rank}: position_ids are {short(ids[0])}, this rank's tokens of {seq!r} have "
-        f"{short(global_ids)}"
-        + ("" if seq.documents is None else f" or, in their documents, {short(document_ids)}")
-        + "; pass position_ids=seq.positions()[None], or seq.positions(per_document=True)[None] for packed documents, "
-        "which the sequence must know too: ring.sequence(cu_seqlens=...)"
+        f"{message}{expected_texts[0]}"
+        + ("" if seq.documents is None else f" or, in their documents, {expected_texts[1]}")
+        + (f" or, by attention_mask, {expected_texts[2]}" if isinstance(spec, TableMask) else "")
+        + "; pass position_ids=seq.positions()[None], or seq.positions(per_document=True)[None] for packed documents "
+        "and trees, which the sequence must know too: ring.sequence(cu_seqlens=...), or seq.with_mask(tree)"
     )
+
+
+def _check_tree(spec: MaskSpec | TableMask, rows: Rows, seq: Sequence) -> None:
+    """Raise unless the model's own mask and the tree of `seq` are one mask: causal along the paths of the tree."""
+    if not isinstance(seq.mask, masks.Tree):
+        raise UnsupportedError(
+            "masks.by_head with a tree: a model has the same positions for all heads; give the sequence one tree"
+        )
+    if not spec.causal:
+        raise UnsupportedError(
+            "the model attends in both directions, and in a tree tokens attend to earlier tokens only; give each "
+            "sequence its own row"
+        )
+    for group_seq, members in rows:
+        if group_seq.documents is not None:
+            raise InputError(
+                f"padding, chunks or documents cut row {members[0]} at {group_seq.documents[:8]}, and a tree is one "
+                "sequence: leave padding out, give the tree several roots instead of documents, and use a model "
+                "without chunked attention"
+            )

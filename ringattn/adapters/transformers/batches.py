@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.hosts import check_alike
 from ringattn.adapters.transformers.checks import check_every_rank_has_tokens
+from ringattn.adapters.transformers.encoder_decoder import encoder_of, shard_pair
 from ringattn.adapters.transformers.positions import IMAGE_INPUTS, image_positions, model_positions
 from ringattn.adapters.transformers.token_labels import shifts_labels
 from ringattn.core.layout import LayoutName
@@ -51,16 +53,18 @@ def shard_batch(
     Documents come from `cu_seq_lens_q`, from zeros in the `position_ids` of a single row, or from changes in its
     `seq_idx`. If several of these are given, they must agree. Given `position_ids` are sharded unchanged. Otherwise
     positions are 0, 1, ..., or those that `model` computes for whole rows; with images, the model must compute them.
-    `labels` are shifted over the whole sequence, unless the loss of `model` is that of a masked language model or of
-    token classification.
+    `labels` are shifted over the whole sequence, unless the loss of `model` is that of a masked language model, of
+    token classification or of an encoder-decoder. For the latter, the sequence is that of the decoder, `seq.encoder`
+    that of a sharded encoder, and missing `decoder_input_ids` are made from the labels.
 
     Args:
         ring: The ring.
         batch: Whole inputs of a model by name, the same on every rank. Names: `SHARDED`, `WHOLE`, labels, position_ids
-            and seq_idx.
+            and seq_idx; for an encoder-decoder input_ids, inputs_embeds, attention_mask, input_features and labels, and
+            the first three with the prefix decoder_.
         layout: As in `Ring.sequence`.
-        model: The model that gets the batch. Needed if it computes positions itself, takes images, or has one label
-            for each token. None: positions are 0, 1, ..., and labels are shifted.
+        model: The model that gets the batch. Needed if it computes positions itself, takes images, has one label for
+            each token, or is an encoder-decoder. None: positions are 0, 1, ..., and labels are shifted.
 
     Shape:
         inputs_embeds: (rows, tokens, numbers)
@@ -84,10 +88,13 @@ def shard_batch(
     """
     # All ranks have equal batches after this check, so below either all ranks raise or none.
     check_alike(ring, batch, "every rank of a ring must read the same examples")
+    if encoder_of(model) is not None:
+        return shard_pair(ring, batch, layout, model)
     unknown = set(batch) - {*SHARDED, *WHOLE, "labels", "position_ids", "seq_idx"}
     if unknown:
         raise InputError(
-            f"cannot shard the inputs {', '.join(sorted(unknown))}: unknown names; remove them from the batch"
+            f"cannot shard the inputs {', '.join(sorted(unknown))}: unknown names; remove them from the batch, and "
+            "pass the model if it is an encoder-decoder"
         )
     tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
     _check_shapes(batch, tokens)
@@ -133,6 +140,11 @@ def _check_shapes(batch: Mapping[str, Any], tokens: Tensor) -> None:
         if x is None:
             continue
         features = 1 if name == "inputs_embeds" else 0
+        if name == "attention_mask" and x.dim() == 4:
+            raise InputError(
+                "attention_mask of four dimensions is not sharded: remove it from the batch, and pass it whole to the "
+                "model, model(**shards, attention_mask=attention_mask)"
+            )
         if x.dim() != 2 + features or x.shape[1] != tokens.shape[1]:
             raise InputError(
                 f"{name} has shape {tuple(x.shape)} and the tokens {tuple(tokens.shape)}, but {name} must be (rows, "
@@ -202,7 +214,10 @@ def _documents(batch: Mapping[str, Any]) -> list[int] | None:
     ):
         starts = position_ids == 0
         if len(position_ids) != 1 or not starts[0, 0] or ((position_ids.diff() != 1) & ~starts[:, 1:]).any():
-            raise InputError("position_ids are neither those of whole rows nor of documents packed into one row")
+            raise InputError(
+                "position_ids are neither those of whole rows nor of documents packed into one row; for sequences that "
+                "were merged into a tree, use ring.sequence(tokens).with_mask(tree) instead, as docs/masks.md shows"
+            )
         cuts_by_input["position_ids"] = _cuts_where("position_ids", starts[:, 1:])
     given = {name: cuts for name, cuts in cuts_by_input.items() if cuts is not None}
     if any(cuts != next(iter(given.values())) for cuts in given.values()):
@@ -357,7 +372,12 @@ def _whole_outputs(seq: Sequence, out: Any, tokens: int) -> Any:
     outputs = _whole_class(kind)(**out)
     # The fields are replaced after construction, because the constructor reads the first field and would gather it.
     for name, x in out.items():
-        outputs[name] = _whole_output(name, seq, x, tokens)
+        if not name.startswith("encoder_"):
+            outputs[name] = _whole_output(name, seq, x, tokens)
+        elif seq.encoder is not None:
+            outputs[name] = _whole_output(name, seq.encoder, x, seq.encoder.length)
+        else:  # a replicated encoder returns whole outputs
+            outputs[name] = x
     if "logits" in getattr(type(out), "__dataclass_fields__", {}) and "logits" not in out:
         outputs["logits"] = NotWhole("logits")  # chunked_loss computes none
     return outputs
@@ -366,10 +386,11 @@ def _whole_outputs(seq: Sequence, out: Any, tokens: int) -> Any:
 def _whole_output(name: str, seq: Sequence, x: Any, tokens: int) -> Any:
     if isinstance(x, tuple | list):
         return _WholeTuple(_whole_output(name, seq, part, tokens) for part in x)
-    # The model's loss is this rank's part of the mean, so the sum is the whole loss.
-    if isinstance(x, Tensor) and name == "loss" and x.dim() == 0:
+    # The model's losses are this rank's parts of means, so the sums are the whole losses.
+    if isinstance(x, Tensor) and name in ("loss", "aux_loss") and x.dim() == 0:
         return _Sum.apply(x, seq.ring)
-    if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == seq.counts[seq.ring.rank]:
+    # Router logits are (rows * tokens, experts).
+    if isinstance(x, Tensor) and x.dim() >= 2 and name != "router_logits" and x.shape[1] == seq.counts[seq.ring.rank]:
         return _Later(seq, x, tokens)
     return None if x is None else NotWhole(name)
 
@@ -441,6 +462,13 @@ class WholeCalls:
             raise InputError("return_dict=False: outputs without names cannot be gathered; leave it out")
         assert self.seq is not None
         return _whole_outputs(self.seq, out, self.tokens)
+
+
+def seeds_of_calls(ring: Ring, ring_index: int) -> Iterator[int]:
+    """Return a dropout seed for each call of a model, equal on the ranks of a ring. A collective call."""
+    seed = torch.tensor([torch.initial_seed() % 2**62 if ring.rank == 0 else 0], device=ring.device)
+    ring.all_reduce([seed])
+    return (seed_from(int(seed), ring_index, call) for call in count())
 
 
 @contextmanager

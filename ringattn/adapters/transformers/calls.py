@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -28,12 +28,17 @@ from ringattn.adapters.transformers.checks import (
     check_output,
     check_tokens,
     depends_on_length,
+    has_tree,
+    positions_call,
     refuse_adapters,
     refuse_layers,
     short,
     token_shape,
 )
+from ringattn.adapters.transformers.compressing import compresses_keys
+from ringattn.adapters.transformers.encoder_decoder import check_encoder_inputs, check_parts, encoder_of
 from ringattn.adapters.transformers.positions import computes_positions, model_positions
+from ringattn.adapters.transformers.selecting import selects_blocks, selects_keys
 from ringattn.adapters.transformers.token_labels import TokenLabels, loss_name, shifts_labels
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import active_sequence
@@ -60,13 +65,25 @@ class ModelCall:
     """The position_ids are known to be those that the model computes itself for the whole rows."""
     token_labels: TokenLabels | None = None
     """The labels that the model gets, if its loss does not shift labels."""
+    router_losses: list[Tensor] = field(default_factory=list)
+    """This rank's parts of router losses that were computed in this call."""
+    tables: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """The masks that were given as tables, by the id and the version of the table, see `table_masks`."""
 
+
+CACHES = "past_key_values", "cache_params", "cache"
+"""The names of a cache among the arguments and outputs of models: the second one if they have states only, the third
+one from transformers 5.24 on.
+"""
 
 SHARD = "ringattn_shard"
 """Attribute of a cache that was filled under a sequence of several ranks."""
 
-TOKEN_LABELS = "ringattn_token_labels"
-"""Attribute of a model whose last call computed its loss from `TokenLabels`."""
+SUMS_OVER_RANKS = "ringattn_sums_over_ranks"
+"""Attribute of a model whose last call computed a loss with sums over ranks: from `TokenLabels`, or of routers."""
+
+ROUTER_LOSS = "ringattn_router_loss"
+"""Attribute of a prepared model: whether `replace_router_loss` knows the function of its router loss."""
 
 _call: ContextVar[ModelCall | None] = ContextVar("ringattn_call", default=None)
 
@@ -142,27 +159,36 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Check the arguments of a call. Return those that replace them, or None."""
     # Inside backward (an id other than -1) the call is a recomputation, and its forward pass was checked.
     if torch._C._current_graph_task_id() != -1:
-        if getattr(model, TOKEN_LABELS, False):
+        if getattr(model, SUMS_OVER_RANKS, False):
             raise InputError(
-                f"backward recomputes {type(model).__name__} with its loss of labels on all ranks; checkpoint layers, "
-                "as gradient_checkpointing_enable does, and not the whole model"
+                f"backward recomputes {type(model).__name__} with a loss that needs sums over all ranks; checkpoint "
+                "layers, as gradient_checkpointing_enable does, and not the whole model"
             )
         return None
     seq = active_sequence()
     # `kwargs` is merged in again, because `bind_partial` puts arguments for a **kwargs parameter into a nested dict.
     arguments = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
+    if seq is not None and has_tree(seq):
+        _refuse_losses(model, seq, arguments)
     if seq is None or seq.ring.world_size == 1:
-        _check_cache(arguments.get("past_key_values"))
+        for name in CACHES:
+            _check_cache(arguments.get(name))
     else:
         _check_inputs(model, seq, arguments)
+        check_encoder_inputs(model, seq, arguments)
     labels = _token_labels(model, seq, arguments)
+    is_over_ranks = seq is not None and seq.ring.world_size > 1
+    balances = is_over_ranks and getattr(model, ROUTER_LOSS, False) and adds_router_loss(model, arguments)
+    setattr(model, SUMS_OVER_RANKS, labels is not None or balances)
     if seq is None:
         return None
     # Positions are also checked here on one rank. Otherwise attention would compare them with those of the sequence,
     # and refuse a model that counts its positions in another way.
     is_checkable = arguments.get("position_ids") is not None and not _decodes(arguments) and computes_positions(model)
-    has_checked_positions = is_checkable and _has_own_positions(model, seq, arguments)
-    if has_checked_positions or seq.ring.world_size > 1:
+    has_checked_positions = encoder_of(model) is not None or (
+        is_checkable and _has_own_positions(model, seq, arguments)
+    )
+    if has_checked_positions or seq.ring.world_size > 1 or has_tree(seq):
         _call.set(
             ModelCall(
                 model, seq, arguments, _call.get(), has_checked_positions=has_checked_positions, token_labels=labels
@@ -184,19 +210,17 @@ def _token_labels(model: nn.Module, seq: Sequence | None, arguments: Mapping[str
     """Return what the model gets instead of its labels, or None for the labels themselves."""
     labels = arguments.get("labels")
     if labels is not None and seq is not None and seq.ring.world_size > 1 and not shifts_labels(model):
-        setattr(model, TOKEN_LABELS, True)
         return TokenLabels(model, seq, labels)
-    if hasattr(model, TOKEN_LABELS):
-        delattr(model, TOKEN_LABELS)
     return None
 
 
 def _check_inputs(model: nn.Module, seq: Sequence, arguments: Mapping[str, Any]) -> None:
     """Raise `InputError` on all ranks for inputs that are not a shard, or whose outputs need other ranks' tokens."""
     with seq.ring.refused_by_all():
-        refuse_layers(_text_config(model))  # attention checks this too, but layers before it would have run
+        refuse_layers(_text_config(model), _computed(model))  # attention checks this too, but after other layers
         refuse_adapters(model)
         _refuse_token_selection(model)
+        _check_tables(model, seq, arguments)
         if arguments.get("labels") is not None:
             _check_loss(model, arguments)
         kept = arguments.get("logits_to_keep")
@@ -205,12 +229,15 @@ def _check_inputs(model: nn.Module, seq: Sequence, arguments: Mapping[str, Any])
                 "logits_to_keep would keep the last logits of each rank's shard; leave it out and select logits by "
                 "seq.positions(), and for generate() use `with ring.activate(None):`"
             )
+        if encoder_of(model) is not None:
+            check_parts(model, seq, arguments)
+            return
         if arguments.get("encoder_hidden_states") is not None:
             check_encoder(seq, arguments.get("encoder_attention_mask"))
-        if arguments.get("position_ids") is None:
+        if arguments.get("position_ids") is None and not has_states_only(model):
             raise InputError(
                 "position_ids are missing, so the model would count from 0 on every rank: pass "
-                "position_ids=seq.positions()[None]"
+                f"position_ids={positions_call(seq)}"
             )
         if not _decodes(arguments):
             for name, dim in SHARDED.items():
@@ -237,21 +264,35 @@ def _after(model: nn.Module, args: object, out: Any) -> Any:
                 f"no attention of {type(model).__name__} used the ring, so its layers mixed only the tokens of this "
                 "rank; use a model whose attention goes through transformers' AttentionInterface"
             )
-        return check_output(model, out, token_shape(call.arguments), _makes_loss(call, out))
+        if call.arguments.get("labels") is not None and adds_router_loss(model, call.arguments):
+            check_router_loss(model, was_computed=bool(call.router_losses))
+        return check_output(
+            model, out, token_shape(call.arguments), _makes_loss(call, out), router_losses=call.router_losses
+        )
 
 
 def _mark_caches(call: ModelCall, out: Any) -> None:
     """Mark the caches that this call has filled: they hold only this rank's tokens."""
-    for cache in (call.arguments.get("past_key_values"), getattr(out, "past_key_values", None)):
-        if cache is not None and cache.get_seq_length() > 0:
+    for cache in (get(name) for name in CACHES for get in (call.arguments.get, lambda name: getattr(out, name, None))):
+        if cache is not None and _is_filled(cache):
             setattr(cache, SHARD, True)
+
+
+def _is_filled(cache: Any) -> bool:
+    """Return whether a cache has seen tokens."""
+    layers = getattr(cache, "layers", ())
+    states = [layer.has_previous_state for layer in layers if hasattr(layer, "has_previous_state")]
+    if any(any(each.values()) if isinstance(each, dict) else each for each in states):
+        return True
+    # Without layers of attention, a cache has no length.
+    return len(states) < max(len(layers), 1) and cache.get_seq_length() > 0
 
 
 def _check_cache(cache: Any) -> None:
     """Raise `InputError` for a local call whose cache holds only one rank's tokens."""
     if not getattr(cache, SHARD, False):
         return
-    if cache.get_seq_length() == 0:  # it was reset
+    if not _is_filled(cache):  # it was reset
         delattr(cache, SHARD)
         return
     raise InputError(
@@ -267,6 +308,12 @@ def _has_own_positions(model: nn.Module, seq: Sequence, arguments: Mapping[str, 
     documents. Padding may be anywhere. A collective call.
     """
     ids, embeds, mask = (arguments.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    if _tables(arguments):
+        with seq.ring.refused_by_all():
+            raise UnsupportedError(
+                f"{type(model).__name__} computes its positions itself, also from attention_mask, which has four "
+                "dimensions; pass a mask of two dimensions, or use a model with rotary positions"
+            )
     whole = {} if ids is None else {"input_ids": seq.gather(ids)}
     if embeds is not None:
         whole["inputs_embeds"] = embeds[:, :1].expand(-1, seq.length, -1)  # only the number of tokens matters
@@ -281,6 +328,12 @@ def _has_own_positions(model: nn.Module, seq: Sequence, arguments: Mapping[str, 
     ]
     if not candidates:
         return False
+    if has_tree(seq):
+        with seq.ring.refused_by_all():
+            raise UnsupportedError(
+                f"{type(model).__name__} computes its positions itself, in packed order, not along the paths of a "
+                "tree; give each sequence its own row, or use a model with rotary positions"
+            )
     real = torch.ones_like(candidates[0], dtype=torch.bool) if mask is None else mask != 0
     with seq.ring.refused_by_all():
         if position_ids.dim() != 2 or not any(
@@ -294,8 +347,31 @@ def _has_own_positions(model: nn.Module, seq: Sequence, arguments: Mapping[str, 
     return True
 
 
+STATES = "ringattn_states"
+"""The attribute of modules with the kinds of layers with a state that `states.watch_states` computes over a ring."""
+
+
+def _computed(model: Any) -> frozenset[str]:
+    """Return the kinds of layers with a state that are computed over a ring."""
+    computed: frozenset[str] = getattr(model, STATES, frozenset())
+    if computed and getattr(model, "_use_kernels", False):
+        raise UnsupportedError(
+            f"use_kernels=True: kernels of the hub replace whole layers of {type(model).__name__}; load the model "
+            "without it, and install fla, mamba-ssm or causal-conv1d"
+        )
+    return computed
+
+
+def has_states_only(model: Any) -> bool:
+    """Return whether a prepared model has no attention, so that it needs no positions, such as Mamba."""
+    kinds = set(getattr(_text_config(model), "layer_types", None) or ())
+    return kinds == {"linear_attention"} and kinds <= getattr(model, STATES, frozenset())
+
+
 def _text_config(model: Any) -> Any:
     config = model.config
+    if encoder_of(model) is not None:
+        return config
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -315,8 +391,8 @@ def _refuse_token_selection(model: Any) -> None:
 
 def _decodes(arguments: Mapping[str, Any]) -> bool:
     """Return whether these tokens follow others in a cache. Masks refuse such calls later, with a better reason."""
-    cache = arguments.get("past_key_values")
-    return cache is not None and cache.get_seq_length() > 0
+    caches = (arguments.get(name) for name in CACHES)
+    return any(cache is not None and _is_filled(cache) for cache in caches)
 
 
 def _makes_loss(call: ModelCall, out: Any) -> bool:
@@ -328,6 +404,54 @@ def _makes_loss(call: ModelCall, out: Any) -> bool:
         return bool(losses) and hasattr(out, "get") and out.get("loss") is losses[-1]
     loss: Any = call.model.loss_function
     return isinstance(loss, WatchedLoss) and loss.is_used
+
+
+def _refuse_losses(model: Any, seq: Sequence, arguments: Mapping[str, Any]) -> None:
+    """Raise on all ranks if a model would compute a loss from a tree, in which a token may have several labels."""
+    with seq.ring.refused_by_all():
+        if any(arguments.get(name) is not None for name in ("labels", "shift_labels")):
+            raise InputError(
+                "labels in a tree: the last token of a node has a label per child, and the model takes one; leave "
+                "labels out, and compute the loss from ringattn.adapters.trees.edge_log_probs(logits, merged.ids, seq)"
+            )
+        if adds_router_loss(model, arguments):
+            raise UnsupportedError(
+                "output_router_logits in a tree: a token that several sequences share would count once in the router "
+                "loss; set it to False, or give each sequence its own row"
+            )
+
+
+def _tables(arguments: Mapping[str, Any]) -> list[Tensor]:
+    """Return the masks of four dimensions among the arguments of a call. Models take one mask, or one by layer type."""
+    mask = arguments.get("attention_mask")
+    masks = mask.values() if isinstance(mask, Mapping) else [mask]
+    return [each for each in masks if isinstance(each, Tensor) and each.dim() == 4]
+
+
+def _check_tables(model: Any, seq: Sequence, arguments: Mapping[str, Any]) -> None:
+    """Raise for masks of four dimensions in models that use their mask for more than attention."""
+    tables, config = _tables(arguments), _text_config(model)
+    if not tables:
+        return
+    if encoder_of(model) is not None or selects_keys(config) or selects_blocks(config) or compresses_keys(config):
+        raise UnsupportedError(
+            f"attention_mask of four dimensions in {type(model).__name__}, an encoder-decoder or a model that selects "
+            "or compresses keys, is not supported; pass a mask of two dimensions"
+        )
+    if adds_router_loss(model, arguments):
+        raise UnsupportedError(
+            "output_router_logits counts the tokens of an attention_mask of two dimensions; set it to False"
+        )
+    labels = arguments.get("labels" if arguments.get("shift_labels") is None else "shift_labels")
+    for table in tables:
+        # Queries that attend to no key: attention over a ring returns zeros, other implementations something else.
+        if labels is not None and table.shape[-2] == seq.length:
+            is_empty = ~seq.shard(table.any(-1)[:, 0])
+            if ((labels != -100) & is_empty).any():
+                raise InputError(
+                    "attention_mask has labels at tokens that attend to no key, whose outputs are undefined: before "
+                    "shifting, set the labels that they predict to -100"
+                )
 
 
 def _check_loss(model: Any, arguments: Mapping[str, Any]) -> None:
@@ -342,11 +466,8 @@ def _check_loss(model: Any, arguments: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"{type(model).__name__} would compute its loss from this rank's tokens only: {LEAVE_OUT}"
         )
-    if _adds_router_loss(model, arguments):
-        raise UnsupportedError(
-            f"output_router_logits with labels: {type(model).__name__} would add a router loss of this rank's tokens "
-            "on every rank; set it to False, or leave labels out and compute both losses"
-        )
+    if adds_router_loss(model, arguments):
+        check_router_loss(model)
     if arguments.get("shift_labels") is None:
         raise InputError(
             "labels without shift_labels would be shifted within each shard: also pass "
@@ -372,17 +493,28 @@ def _check_token_labels(model: Any, arguments: Mapping[str, Any]) -> None:
             f"{type(model).__name__} has one label for each token, but got labels that were shifted for a causal "
             "model: pass shard_batch(ring, batch, model=model), or seq.shard(labels) without shift_labels"
         )
-    labels, mask = arguments["labels"], arguments.get("attention_mask")
+    name = "attention_mask" if encoder_of(model) is None else "decoder_attention_mask"
+    labels, mask = arguments["labels"], arguments.get(name)
     if mask is not None and mask.shape == labels.shape and ((labels != -100) & (mask == 0)).any():
-        raise InputError("labels at padded positions of attention_mask, whose outputs are undefined: set them to -100")
+        raise InputError(f"labels at padded positions of {name}, whose outputs are undefined: set them to -100")
 
 
-def _adds_router_loss(model: Any, arguments: Mapping[str, Any]) -> bool:
+def check_router_loss(model: Any, was_computed: bool = True) -> None:
+    """Raise `UnsupportedError` unless the router loss of a model is computed from the tokens of all ranks."""
+    if not (was_computed and getattr(model, ROUTER_LOSS, False)):
+        raise UnsupportedError(
+            f"output_router_logits with labels: {type(model).__name__} would add a router loss of this rank's tokens "
+            "on every rank, and computes it in its own way; set it to False, or leave labels out and compute both "
+            "losses"
+        )
+
+
+def adds_router_loss(model: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether this call adds a router loss: by its argument, or else by the model's configurations."""
     requested = arguments.get("output_router_logits")
     if requested is not None:
         return bool(requested)
-    configs = model.config, model.config.get_text_config(decoder=True)
+    configs = model.config, _text_config(model)
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 

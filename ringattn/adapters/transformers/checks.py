@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,14 +20,22 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ringattn.adapters.host_versions import Host
+from ringattn.adapters.transformers.compressing import compresses_keys
+from ringattn.adapters.transformers.selecting import selects_blocks, selects_keys
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.sequence import Sequence
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "moe"}
+LAYER_TYPES = {
+    "full_attention", "sliding_attention", "chunked_attention", "reference_sliding_attention", "moe", "mlp",
+}  # fmt: skip
 """Kinds of layers in `config.layer_types` that mix tokens by softmax attention only, or not at all."""
+
+
+STATE_ENTRIES = ("mamba_d_state", "mamba_d_conv", "ssm_state_size")
+"""Entries of configurations that show state-space layers. Some hybrid models have no `layer_types`."""
 
 
 def refuse_alibi(model: nn.Module, text: Any) -> None:
@@ -43,19 +51,6 @@ def refuse_alibi(model: nn.Module, text: Any) -> None:
             "transformers' AttentionInterface, and there is no other hook. Give the model "
             "attention modules that call ring.attention(q, k, v, seq, causal=True, alibi_slopes=...), see "
             "docs/embedding-transformers.md, or use a model with rotary positions"
-        )
-
-
-def refuse_encoder_decoder(model: nn.Module) -> None:
-    """Raise `UnsupportedError` for an encoder-decoder with one configuration, such as T5, BART and Whisper.
-
-    They compute the decoder's inputs from the labels of a call, and its positions or position biases from its length,
-    so over a ring both would be those of a rank's tokens.
-    """
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{type(model).__name__} is an encoder-decoder, whose decoder computes its inputs and positions from the "
-            "labels of one rank; train it without a ring, or use a model with only a decoder or only an encoder"
         )
 
 
@@ -78,6 +73,25 @@ def check_tokens(seq: Sequence, tokens: int, name: str = "attention") -> None:
         )
 
 
+def has_tree(seq: Sequence) -> bool:
+    """Return whether the sequence has the mask of a tree, or one tree or more for groups of heads."""
+    return seq.mask is not None and seq.mask.by_depth
+
+
+def text_positions(seq: Sequence) -> tuple[Tensor, ...]:
+    """Return the position_ids of this rank's tokens that a model may get.
+
+    They count from the start of the sequence, or from the start of each document. In a tree they count along the path
+    from the root.
+    """
+    return tuple(seq.positions(per_document) for per_document in ((True,) if has_tree(seq) else (False, True)))
+
+
+def positions_call(seq: Sequence) -> str:
+    """Return the expression for the position_ids of a sequence, for a message."""
+    return f"seq.positions({'per_document=True' if has_tree(seq) else ''})[None]"
+
+
 def check_encoder(seq: Sequence, mask: Tensor | None) -> None:
     """Raise `UnsupportedError` for cross attention to an encoder's output with padding or documents.
 
@@ -93,15 +107,25 @@ def check_encoder(seq: Sequence, mask: Tensor | None) -> None:
         )
 
 
-def refuse_layers(config: Any) -> None:
-    """Raise `UnsupportedError` for configurations whose layers mix tokens in other ways than by softmax attention."""
+def refuse_layers(config: Any, computed: Collection[str] = ()) -> None:
+    """Raise `UnsupportedError` for configurations whose layers mix tokens in ways that a ring does not compute.
+
+    `computed`: the kinds of layers with a state that are computed over a ring, see `states.watch_states`.
+    """
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    # Some hybrid models have no layer_types, but these entries show state-space layers.
-    others |= {name for name in ("mamba_d_state", "mamba_d_conv", "ssm_state_size") if hasattr(config, name)}
-    if others:
+    others |= {name for name in STATE_ENTRIES if hasattr(config, name)}
+    if selects_keys(config):
+        others -= {"indexed_attention"}
+    if compresses_keys(config):
+        others -= {"compressed_sparse_attention", "heavily_compressed_attention"}
+    if selects_blocks(config):
+        others -= {"minimax_m3_sparse"}
+    if others := others - set(computed):
         raise UnsupportedError(
             f"{type(config).__name__} has layers that carry a state from token to token or choose tokens "
-            f"({', '.join(sorted(others))}); only softmax attention can be computed over a ring"
+            f"({', '.join(sorted(others))}); over a ring, only softmax attention and the layers of the hybrid models "
+            "in docs/hybrid.md are computed, after ringattn.adapters.transformers.prepare(model): use one of these "
+            "models, or call this one without a ring, inside `with ring.activate(None):`"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedError(
@@ -118,6 +142,18 @@ def refuse_layers(config: Any) -> None:
             f"{type(config).__name__} embeds each token with its two neighbors, which another rank may have; set "
             "config.trigram_input=False before the model is made, or use another model"
         )
+
+
+def check_documents(seq: Sequence, kwargs: Mapping[str, Any]) -> None:
+    """Raise `InputError` if the model got cumulative lengths that differ from the documents of the sequence."""
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"):
+        if (cu_seqlens := kwargs.get(name)) is not None:
+            cuts = tuple(sorted(set(cu_seqlens.flatten().tolist())))
+            if cuts != tuple(sorted(set(seq.bounds))):
+                raise InputError(
+                    f"rank {seq.ring.rank}: {name} cuts at {cuts[:8]}, the active sequence at {seq.documents}; make "
+                    f"the sequence with ring.sequence(cu_seqlens={name}) of the whole batch"
+                )
 
 
 def depends_on_length(kind: Any) -> bool:
@@ -202,17 +238,23 @@ def declare_outputs(model: nn.Module, *names: str) -> None:
 
 def token_shape(arguments: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape of a call's tokens: (rows, tokens), or for multiple choice (rows, choices, tokens)."""
-    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if isinstance(ids, Tensor):
-        return tuple(ids.shape)
-    return tuple(embeds.shape[:-1]) if isinstance(embeds, Tensor) else ()
+    for part in ("decoder_", ""):  # the outputs of an encoder-decoder are those of its decoder
+        ids, embeds = arguments.get(f"{part}input_ids"), arguments.get(f"{part}inputs_embeds")
+        if isinstance(ids, Tensor):
+            return tuple(ids.shape)
+        if isinstance(embeds, Tensor):
+            return tuple(embeds.shape[:-1])
+    return ()
 
 
-def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss: bool) -> Any:
+def check_output(
+    model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss: bool, router_losses: Iterable[Tensor] = ()
+) -> Any:
     """Return the output without entries that were computed from whole rows.
 
-    `tokens`: see `token_shape`. `makes_loss`: the loss is this rank's part of the loss of the whole batch. Raises
-    `InputError` on this rank if the main result of the model is computed from whole rows.
+    `tokens`: see `token_shape`. `makes_loss`: the loss is this rank's part of the loss of the whole batch.
+    `router_losses`: this rank's parts of router losses. Raises `InputError` on this rank if the main result of the
+    model is computed from whole rows.
     """
     name = type(model).__name__
     if isinstance(out, tuple):
@@ -234,7 +276,8 @@ def check_output(model: nn.Module, out: Any, tokens: tuple[int, ...], makes_loss
         if not isinstance(x, Tensor) or not x.is_floating_point() or entry in left_out | declared | {"loss"}:
             continue
         if x.dim() == 0:
-            left_out.add(entry)  # such as a router loss
+            if not any(x is loss for loss in router_losses):
+                left_out.add(entry)
         elif _is_of_rows(model, x, tokens):
             raise UnsupportedError(
                 f"{name} computes {entry} from a whole row, from one token or all of them, and {OF_THIS_RANK}; call "

@@ -136,8 +136,8 @@ def _check_token_wise(part: nn.Module) -> None:
     experts = any("expert" in name or "router" in name for name, _ in part.named_modules())
     if loose or odd or experts:
         raise UnsupportedError(
-            f"tiled_mlp: {type(part).__name__} does not consist of linear layers only (experts use all tokens of a "
-            "batch together, and so does their router loss); leave tiled_mlp out"
+            f"tiled_mlp: {type(part).__name__} does not consist of linear layers only (experts may use all tokens "
+            "of a batch together); leave tiled_mlp out"
         )
 
 

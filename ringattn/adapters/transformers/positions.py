@@ -23,7 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ringattn.adapters.transformers.checks import may_compute_positions, short
+from ringattn.adapters.transformers.checks import (
+    has_tree,
+    may_compute_positions,
+    positions_call,
+    short,
+    text_positions,
+)
+from ringattn.adapters.transformers.towers import SHARDED, ImageShards
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import activate, active_sequence
 from ringattn.sequence import Sequence
@@ -247,15 +254,15 @@ class _Layer(nn.Module):
 
 # --- Positions and features of images ---------------------------------------------------------------------------------
 # Every rank has all images and runs the tower on them, but keeps only the features of its tokens. So the gradients of
-# the tower are this rank's part of the sum, like all others. Images for models outside `KNOWN` are refused on all
-# ranks. Checked with transformers 5.23.
+# the tower are this rank's part of the sum, like all others. With `shard_images`, it runs the tower on some images and
+# gathers the features. Images for models outside `KNOWN` are refused on all ranks. Checked with transformers 5.23.
 
 ROTATED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Supported models that give images positions of three rows, by `config.model_type`."""
 
 COUNTED = (
-    "aya_vision", "cohere2_vision", "got_ocr2", "internvl", "lighton_ocr", "llava", "llava_next", "llava_onevision",
-    "mistral3", "vipllava",
+    "aya_vision", "cohere2_vision", "gemma3", "got_ocr2", "internvl", "lighton_ocr", "llava", "llava_next",
+    "llava_onevision", "mistral3", "vipllava",
 )  # fmt: skip
 """Supported models that count the tokens of images like those of text."""
 
@@ -276,6 +283,20 @@ def watch_images(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "get_placeholder_mask"):
             module.register_forward_pre_hook(_before, with_kwargs=True)
+
+
+def shard_images(model: nn.Module) -> None:
+    """Make each rank of a ring run the tower of a model on some of the images in every later call.
+
+    Raises `UnsupportedError` if the model is not one of `KNOWN`.
+    """
+    modules = [*filter(_is_known, model.modules())]
+    if not modules:
+        raise UnsupportedError(
+            f"shard_images: {type(model).__name__} takes no images, or not like {', '.join(KNOWN)}; leave it out"
+        )
+    for module in modules:
+        setattr(module, SHARDED, True)
 
 
 def image_positions(model: Any, batch: Mapping[str, Any]) -> Tensor | None:
@@ -361,6 +382,17 @@ def _before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 "input_ids, but got "
                 f"{', '.join(tower_inputs)}{'' if 'input_ids' in arguments else ' without input_ids'}"
             )
+        mask = arguments.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise UnsupportedError(
+                f"{type(module).__name__} over a ring takes images only with an attention_mask of two dimensions, or "
+                "without one"
+            )
+        if has_tree(seq) and module.config.model_type in ROTATED:
+            raise UnsupportedError(
+                f"{type(module).__name__} computes positions of images in packed order, not along the paths of a tree; "
+                "leave the images out, or give each sequence its own row"
+            )
     tokens = ("input_ids", "mm_token_type_ids", "attention_mask")
     whole: dict[str, Any] = {name: seq.gather(arguments[name]) for name in tokens if name in arguments}
     if module.config.model_type in ROTATED:
@@ -388,12 +420,11 @@ def _refuse_towers(module: nn.Module, tower_inputs: list[str], arguments: Mappin
         raise UnsupportedError(_OTHERS.format(type(module).__name__, ", ".join(tower_inputs)))
     ids = arguments.get("position_ids")
     if isinstance(ids, Tensor) and ids.dim() == 3 and "input_ids" in arguments:
-        text_ids = (seq.positions(per_document).to(ids.device) for per_document in (False, True))
-        if not any(torch.equal(ids, expected.expand_as(ids)) for expected in text_ids):
+        if not any(torch.equal(ids, expected.to(ids).expand_as(ids)) for expected in text_positions(seq)):
             raise InputError(
                 f"rank {seq.ring.rank}: position_ids are {short(ids[0, 0])} (first of {len(ids)} rows), not those of "
-                "this rank's tokens of a text without images; pass position_ids=seq.positions()[None], or "
-                "pass the images as well"
+                "this rank's tokens of a text without images; pass "
+                f"position_ids={positions_call(seq)}, or pass the images as well"
             )
 
 
@@ -409,7 +440,7 @@ def _check_image_positions(ids: Any, expected: Tensor, seq: Sequence) -> None:
 
 
 def _features_of_this_rank(module: Any, kind: str, arguments: Mapping[str, Any], ids: Tensor, seq: Sequence) -> Any:
-    """Run the tower on all images, and return the features of this rank's tokens in the model's output class.
+    """Run the tower on the images, and return the features of this rank's tokens in the model's output class.
 
     `arguments`: those of the call. `ids`: the tokens of the whole batch, (rows, tokens).
     """
@@ -419,14 +450,26 @@ def _features_of_this_rank(module: Any, kind: str, arguments: Mapping[str, Any],
     local = seq.shard(number)[seq.shard(is_feature)]
     run_tower = getattr(module, f"get_{kind}_features")
     names = inspect.signature(run_tower).parameters
-    outputs = run_tower(**{name: x for name, x in arguments.items() if name in names}, return_dict=True)
+    inputs = {name: x for name, x in arguments.items() if name in names}
+    if getattr(module, SHARDED, False):
+        pixels = next(name for name in PIXELS if PIXELS[name] == kind)
+        images = {name: x for name, x in inputs.items() if name in IMAGE_INPUTS}
+        shards = ImageShards(module, pixels, images, seq)
+        with seq.ring.refused_by_all():
+            outputs = run_tower(**inputs | shards.inputs, return_dict=True)
+    else:
+        shards, outputs = None, run_tower(**inputs, return_dict=True)
     # One tensor for each image, or one of all images.
     is_list = isinstance(outputs.pooler_output, list | tuple)
-    features = torch.cat([part.flatten(0, -2) for part in outputs.pooler_output])
+    parts = [part.flatten(0, -2) for part in outputs.pooler_output]
+    deepstack = getattr(outputs, "deepstack_features", None)
+    features, *levels = [torch.cat(parts), *(torch.cat(list(level)) for level in deepstack or ())]
+    if shards is not None:
+        features, *levels = shards.gather(parts, [features, *levels])
     if len(features) != int(is_feature.sum()):
         with seq.ring.refused_by_all():
             raise InputError(f"{len(features)} {kind} features for {int(is_feature.sum())} tokens in the whole batch")
     outputs.pooler_output = (features[local],) if is_list else features[local]
-    if getattr(outputs, "deepstack_features", None) is not None:
-        outputs.deepstack_features = [(torch.cat(list(level))[local],) for level in outputs.deepstack_features]
+    if deepstack is not None:
+        outputs.deepstack_features = [(level[local],) for level in levels]
     return outputs

@@ -1,4 +1,4 @@
-"""Losses of labels that are not shifted: of masked language models and of token classification.
+"""Losses of labels that are not shifted: masked language models, token classification and encoder-decoders.
 
 Few of these models use `model.loss_function`. Most of them call torch's cross entropy, with a mean over the labels that
 they get. So a model gets a rank's labels as `TokenLabels`, which only a cross entropy accepts.
@@ -38,14 +38,23 @@ def scaled_means(scale: int) -> Iterator[None]:
         _mean_scale.reset(token)
 
 
+def mean_scale() -> int:
+    """Return the factor of `scaled_means`, or 1 outside of it."""
+    return _mean_scale.get()
+
+
 def loss_name(model: Any) -> str:
     """Return the name of the loss function of a model, or of the model that PEFT wraps; empty if it has none."""
     return getattr(getattr(model, "loss_function", None), "__name__", "")
 
 
 def shifts_labels(model: Any) -> bool:
-    """Return whether a model predicts the label of the next token. None, and unknown losses, are taken to do so."""
-    return loss_name(model) not in LOSSES
+    """Return whether a model predicts the label of the next token. None, and unknown losses, are taken to do so.
+
+    An encoder-decoder does not: the inputs of its decoder are the labels of the tokens before.
+    """
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return loss_name(model) not in LOSSES and not is_encoder_decoder
 
 
 class TokenLabels:
@@ -140,6 +149,6 @@ def _cross_entropy(
         return total  # the loss functions of transformers divide it by the number of all labels
     count = (labels != ignore_index).sum()
     target._seq.ring.all_reduce([count])
-    loss = total * _mean_scale.get() / count
+    loss = total * mean_scale() / count
     target.losses.append(loss)
     return loss

@@ -16,17 +16,20 @@ from copy import copy
 from functools import cache, partial
 from typing import Any
 
+from accelerate import PartialState
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ringattn.adapters.deepspeed import check_config
+from ringattn.adapters.deepspeed_config import check_config
 from ringattn.adapters.dropout import seed_from
-from ringattn.adapters.host_versions import Host, source_digest
+from ringattn.adapters.groups import ring_of_ranks
+from ringattn.adapters.host_versions import ABSENT, Host, source_digest
 from ringattn.adapters.transformers import prepare, prepared_models
 from ringattn.adapters.transformers.attention import HOST as MODELS
 from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
-from ringattn.adapters.transformers.calls import is_wrapped
+from ringattn.adapters.transformers.calls import adds_router_loss, check_router_loss, is_wrapped
 from ringattn.adapters.transformers.checks import base_of
+from ringattn.adapters.transformers.encoder_decoder import encoder_of, has_one_configuration
 from ringattn.adapters.transformers.loaders import (
     refuse_data,
     refuse_lone_processes,
@@ -46,7 +49,7 @@ __all__ = ["RingTrainerMixin", "check_trainer"]
 _TRAINER = "transformers.trainer:Trainer"
 HOST = Host(
     "transformers",
-    tuple(version for version in MODELS.tested if version != "4.57"),  # whose Trainer has no `get_cp_size`
+    MODELS.tested,
     feature="Trainer",
     parameters={
         f"{_TRAINER}.call_model_init": ("trial",),
@@ -57,13 +60,13 @@ HOST = Host(
     },
     # Where Trainer counts labels, scales the loss, and calls the methods that the mixin overrides.
     sources={
-        f"{_TRAINER}._prepare_context_parallel_inputs": ("56658a92", "b9348e70"),
-        f"{_TRAINER}.get_cp_size": ("b4ad013c",),
+        f"{_TRAINER}._prepare_context_parallel_inputs": ("db19292b", "56658a92", "b9348e70"),
+        f"{_TRAINER}.get_cp_size": (ABSENT, "b4ad013c"),
         f"{_TRAINER}.get_tp_size": ("a0371918", "b2c58d10"),
-        f"{_TRAINER}._get_num_items_in_batch": ("1ce7abfb", "24e2ec7e", "b72882a3", "b4468acb"),
-        f"{_TRAINER}.compute_loss": ("dba7291c", "ce3a1d59", "d9ea8329", "713fc665", "193ec826"),
-        f"{_TRAINER}.training_step": ("8dcc0731", "5c1cfc86", "ae8a8211", "f5504bae"),
-        f"{_TRAINER}.prediction_step": ("773e7e87", "a8cb154d", "1b088cd7", "53896179"),
+        f"{_TRAINER}._get_num_items_in_batch": ("ce232ae7", "1ce7abfb", "24e2ec7e", "b72882a3", "b4468acb"),
+        f"{_TRAINER}.compute_loss": ("dbc2017c", "dba7291c", "ce3a1d59", "d9ea8329", "713fc665", "193ec826"),
+        f"{_TRAINER}.training_step": ("f642173d", "8dcc0731", "5c1cfc86", "ae8a8211", "f5504bae"),
+        f"{_TRAINER}.prediction_step": ("b2d39016", "773e7e87", "a8cb154d", "1b088cd7", "53896179"),
         "accelerate.data_loader:BatchSamplerShard.__init__": ("7fc1a43d", "3f4359df"),
         "accelerate.data_loader:BatchSamplerShard.__iter__": ("549f7723",),
         "accelerate.data_loader:IterableDatasetShard.__iter__": ("566f63ea",),
@@ -81,7 +84,7 @@ class RingTrainerMixin:
 
     Args:
         args: Arguments of transformers' Trainer.
-        ring: The ring. Its ranks are consecutive processes.
+        ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
         kwargs: Arguments of transformers' Trainer.
 
@@ -108,8 +111,9 @@ class RingTrainerMixin:
     supported_trl: tuple[str, ...] = ()
     """Trainers of TRL whose custom loss is supported."""
 
-    def __init__(self, *args: Any, ring: Ring, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
-        with self.created_over(ring, layout, (*args, *kwargs.values())):
+    def __init__(self, *args: Any, ring: Ring | None = None, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
+        arguments = (*args, *kwargs.values())
+        with self.created_over(ring_of_arguments(arguments) if ring is None else ring, layout, arguments):
             super().__init__(*args, **kwargs)
 
     @contextmanager
@@ -166,10 +170,7 @@ class RingTrainerMixin:
         super().add_callback(callback)  # type: ignore[misc]
         if self._checks_with_callbacks:
             if not hasattr(self, "label_smoother"):
-                raise UnsupportedError(
-                    "RingParallelismConfig needs transformers 5.2 or later: an earlier Trainer adds callbacks before "
-                    "it has set its options, so they cannot be checked; derive from RingTrainerMixin and pass `ring`"
-                )
+                raise UnsupportedError(EARLY_CALLBACKS)
             self._checks_with_callbacks = False
             self._check_options()
 
@@ -187,6 +188,9 @@ class RingTrainerMixin:
         refuse_data(host.train_dataset, host.accelerator)
         refuse_data(host.eval_dataset, host.accelerator, evaluated_by=rings)
         self._prepare_models()
+        base = base_of(host.model)
+        if base in prepared_models and adds_router_loss(base, {}):
+            check_router_loss(base)
 
     def _prepare_models(self) -> None:
         """Prepare the models that a step calls, again if a patch has replaced their forward since."""
@@ -248,6 +252,21 @@ class RingTrainerMixin:
         return size * self.ring.world_size if self._computes_whole_loss else size
 
     _computes_whole_loss = False
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of texts of an update, by which Trainer counts the steps of an epoch.
+
+        Args:
+            args: As in Trainer.
+
+        Returns:
+            Trainer's number, in which the ranks of a ring count once. Trainer of 4.57 has no `get_cp_size`.
+
+        Raises:
+            Nothing.
+        """
+        size: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return size if hasattr(super(), "get_cp_size") else size // self.ring.world_size
 
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return Trainer's loader, set up so that all ranks of a ring read the same batches.
@@ -363,6 +382,8 @@ class RingTrainerMixin:
             self.ring.all_reduce([loss])
             loss /= self.ring.world_size
         self._gathers_losses = loss is not None
+        if encoder_of(base_of(host.model)) is not None:
+            return loss, self._gather_parts(logits), labels
         return loss, self._gather_tokens(logits), labels
 
     def _step_shards_evaluation(self, inputs: Mapping[str, Any]) -> bool:
@@ -370,6 +391,12 @@ class RingTrainerMixin:
         from transformers import Trainer
 
         host: Any = self
+        missing = [name for name in host.label_names if inputs.get(name) is None]
+        if missing and inputs.get("labels") is not None:
+            raise InputError(
+                f"label_names: the batch has labels but no {', '.join(missing)}, so Trainer would evaluate no loss; "
+                'pass label_names=["labels"] to TrainingArguments'
+            )
         has_loss = inputs.get("labels") is not None or (not host.label_names and host.can_return_loss)
         if self.shards_evaluation is not None:
             return has_loss and self.shards_evaluation
@@ -415,6 +442,19 @@ class RingTrainerMixin:
                 f"this rank's {tokens} tokens; name it in ignore_keys, or leave it out"
             )
         return self._seq.gather(output, dim=1)
+
+    def _gather_parts(self, outputs: Any) -> Any:
+        """Gather the logits of an encoder-decoder, and the last states of its encoder if Trainer returns them."""
+        if self._seq is None or not isinstance(outputs, tuple):
+            return self._gather_tokens(outputs)
+        logits, *others = outputs
+        if len(others) != 1:
+            raise UnsupportedError(
+                f"next to logits, the model returns {len(others)} outputs instead of the encoder's last states; name "
+                "the others in ignore_keys"
+            )
+        states, encoder = others[0], self._seq.encoder
+        return self._gather_tokens(logits), states if encoder is None else encoder.gather(states)
 
     def _gather_once(self, loader: Any, output: Any) -> Any:
         """Gather an output over all rings, so that each text appears once.
@@ -485,9 +525,12 @@ class RingTrainerMixin:
     def _sharded_step(self, seq: Sequence, seed: int) -> Iterator[None]:
         """Return a context in which every rank computes its part of the loss from its tokens."""
         host: Any = self
-        # A mean over labels is not divided by Trainer's count of labels, so it gets the factor that this count has:
-        # gradients are averaged over the ranks, and Trainer multiplies the loss by their number only in this case.
-        is_multiplied = host.args.average_tokens_across_devices and host.model_accepts_loss_kwargs
+        # A mean over labels, and a router loss, are not divided by Trainer's count of labels, so they get the factor
+        # that this count has: gradients are averaged over the ranks, and Trainer multiplies the loss by their number
+        # only in this case. SFTTrainer adds its router loss after the multiplication.
+        is_multiplied = (
+            host.args.average_tokens_across_devices and host.model_accepts_loss_kwargs and not host.loss_of_shards
+        )
         with scaled_means(1 if is_multiplied else self.ring.world_size), self.ring.activate(seq, dropout_seed=seed):
             yield
 
@@ -499,16 +542,35 @@ class RingTrainerMixin:
     def _whole_step(self, model: Any, prepared: Any, seed: int) -> Iterator[None]:
         """Return a context in which every rank computes the loss from the whole batch and whole outputs."""
         self._computes_whole_loss = True
+        state = self.accelerator.state  # type: ignore[attr-defined]
+        processes = state.num_processes
+        if not _scales_by_tp_size():  # Trainer multiplies its loss by the number of processes; a ring counts as one
+            state.num_processes = processes // self.ring.world_size
         try:
             with ExitStack() as stack:
                 for outers, part in self._called_models(model, prepared):
                     stack.enter_context(whole_calls(self.ring, outers, part, self.layout, seed))
                 yield
         finally:
-            self._computes_whole_loss = False
+            self._computes_whole_loss, state.num_processes = False, processes
+
+
+def ring_of_arguments(arguments: Iterable[Any], cp_size: int | None = None) -> Ring:
+    """Return this rank's ring of `cp_size` processes, or of all, for a Trainer with these arguments of `__init__`."""
+    from transformers import TrainingArguments
+
+    options = next((argument for argument in arguments if isinstance(argument, TrainingArguments)), None)
+    # Reading the device initialises the process group, as the arguments say.
+    device = PartialState().device if options is None else options.device
+    return ring_of_ranks(cp_size, device.type)
 
 
 # --- Trainers and options that are refused ----------------------------------------------------------------------------
+
+EARLY_CALLBACKS = (
+    "RingParallelismConfig needs transformers 5.2 or later: an earlier Trainer adds callbacks before it has set its "
+    "options, so they cannot be checked; derive from RingTrainerMixin and pass `ring`"
+)
 
 _TRL = {
     f"{name}Trainer": f"needs more than RingTrainerMixin: use ringattn.adapters.trl.Ring{name}Trainer"
@@ -552,7 +614,7 @@ def check_trainer(kind: type[Any]) -> None:
     if not issubclass(kind, transformers.Trainer):
         raise UnsupportedError(f"{kind.__name__} must inherit from RingTrainerMixin and then from transformers.Trainer")
     HOST.require()
-    if kind.supported_trl and not _corrects_scale():
+    if kind.supported_trl and not _scales_by_tp_size():
         raise UnsupportedError(
             f"{kind.__name__} was compared with one process for transformers 5.19 and later, and "
             f"{transformers.__version__} is installed; install a later version"
@@ -627,26 +689,17 @@ def takes_means(host: Any) -> bool:
     return takes_any and getattr(base, "accepts_loss_kwargs", True)
 
 
-def _corrects_scale() -> bool:
-    """Return whether Trainer's compute_loss calls `get_tp_size`, by which `RingTrainerMixin` corrects the scale.
-
-    It does from transformers 5.19 on.
-    """
+def _scales_by_tp_size() -> bool:
+    """Return whether Trainer divides the scale of its loss by `get_tp_size`: from transformers 5.19 on."""
     import transformers
 
     return "get_tp_size" in transformers.Trainer.compute_loss.__code__.co_names
 
 
 def refuse_custom_loss(host: Any) -> None:
-    """Raise `UnsupportedError` for a loss of the user if the scale that Trainer applies to it cannot be corrected."""
+    """Raise `UnsupportedError` for a loss of the user that may scale itself by the number of processes."""
     import transformers
 
-    if has_custom_loss(host) and not _corrects_scale():
-        raise UnsupportedError(
-            f"compute_loss of {type(host).__name__}, or compute_loss_func: every rank computes the whole loss, which "
-            f"the Trainer of transformers {transformers.__version__} would scale by the number of ranks; use "
-            "transformers 5.19 or later, or leave it out"
-        )
     loss = getattr(host.compute_loss, "__func__", None)
     if has_custom_loss(host) and loss is not transformers.Trainer.compute_loss and _reads(loss, "num_processes"):
         raise UnsupportedError(
@@ -703,6 +756,12 @@ def refuse_options(host: Any) -> None:
         raise UnsupportedError(
             f"{type(host.model).__name__} is not a transformers model; shard its batches in your own loop"
         )
+    of_trl = any(kind.__module__.split(".")[0] == "trl" for kind in type(host).__mro__)
+    if of_trl and has_one_configuration(base_of(host.model).config):
+        raise UnsupportedError(
+            f"{type(base_of(host.model)).__name__} is an encoder-decoder, whose losses in TRL were not compared with "
+            "one process; use Trainer or Seq2SeqTrainer"
+        )
     for name in ("compute_loss_func", "label_smoother", "compute_metrics"):
         if getattr(host, name) is not None:
             refuse_logits(base_of(host.model), name)
@@ -720,6 +779,11 @@ def refuse_options(host: Any) -> None:
         raise UnsupportedError(
             "label_smoothing_factor: this version of transformers divides the smoothed loss by the labels of one rank; "
             "leave it at 0, or use transformers 5.15 or later"
+        )
+    if getattr(host.args, "predict_with_generate", False):
+        raise UnsupportedError(
+            "predict_with_generate: a cache is not sharded over ranks; leave it out, and generate inside "
+            "`with ring.activate(None):`"
         )
     if host.args.neftune_noise_alpha is not None:
         raise UnsupportedError(

@@ -175,7 +175,7 @@ class _CaseMaker:
             case.batch["labels"] = self._labels(rows, real, case)
         for argument in {*extra, *self.always}:
             if argument in PER_TOKEN:
-                target = case.batch if argument == "token_type_ids" else case.beside
+                target = case.batch if argument in ("token_type_ids", "decoder_input_ids") else case.beside
                 target[argument] = self._draw(shape, 0, PER_TOKEN[argument])
             elif argument == "pixel_values":
                 side = getattr(getattr(self.model.config, "vision_config", self.model.config), "image_size", 32)

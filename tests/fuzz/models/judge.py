@@ -216,9 +216,11 @@ def _join_shards(
 ) -> list[Tensor] | None:
     """Join the shards of an output; return the list of the values to compare.
 
-    The list has one joined value, or each rank's value if every rank returned the whole output. Return None if shapes
-    do not fit.
+    The list has one joined value, or each rank's value if every rank returned the whole output. A single number is a
+    router loss, of which each rank returns a part. Return None if shapes do not fit.
     """
+    if not shape:
+        return [torch.stack(parts).sum()]
     if all(part.shape == shape for part in parts):
         return parts
     if dim is None:

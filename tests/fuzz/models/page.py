@@ -44,7 +44,9 @@ def _general(reason: str, name: str) -> str:
     reason = reason.replace("zigzag", "contiguous")
     reason = re.sub(r"rank \d+: ", "", reason.split("; ")[0].split(": leave ")[0])
     reason = re.sub(r"the models of \w+", "the models of this attention", reason)
-    reason = re.sub(r"\b[A-Z][A-Za-z0-9_]*(Attention|Config|Model|Encoder|Decoder)\d*\b", r"…\1", reason)
+    reason = re.sub(
+        r"\b[A-Z][A-Za-z0-9_]*(Attention|Config|Model|Encoder|Decoder|Indexer|Compressor)\d*\b", r"…\1", reason
+    )
     return re.sub(r"(?<!minimax_m)\d+([.,]\d+)*", "N", reason).replace("|", "/")
 
 
@@ -116,6 +118,8 @@ FILE, FREQUENT = "docs/transformers-models.json", 8
 
 Topics = tuple[tuple[str, str], ...]
 REFUSED: Topics = (
+    ("is an encoder-decoder of type", "encoder-decoders of other types"),
+    ("the tokens of a decoder", "encoder-decoders that do not predict tokens"),
     ("the attention of .* cannot be set", "attention cannot be replaced"),
     ("from a whole row", "an output of the whole row"),
     ("carry a state", "layers with a state, or that choose tokens"),
@@ -135,11 +139,16 @@ UNBUILDABLE: Topics = (
 )
 CALLS: Topics = (
     ("return_dict", "`return_dict=False`"),
+    (
+        "cannot shard|decoder_input_ids|itself over a ring|sequence has no|labels that were shifted",
+        "inputs that an encoder-decoder does not take or needs",
+    ),
     ("loss", "a loss of this rank's tokens only"),
     ("padded attention_mask", "`position_ids` that contradict the padding"),
     ("but for whole rows", "`position_ids` that differ from the model's count"),
     ("logits_to_keep", "`logits_to_keep`"),
     ("neither those of whole rows", "`position_ids` neither of rows nor of packed documents"),
+    ("blocks of tokens", "packed documents or padding before the tokens, in models that count blocks of tokens"),
     ("", "a mask that the model makes itself"),
 )
 

@@ -42,7 +42,8 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"(mamba_)?n_groups|mamba_n_groups", 1), (r"mamba_n_heads|n_mamba_heads", 8),
     (r"image_size", 32), (r"patch_size", 16), (r"num_mel_bins", 16), (r"projection_dim", 24),
     (r"linear_(key|value)_head_dim", 8), (r"linear_num_(key|value)_heads", 4),
-    (r"index_topk", 4), (r"index_head_dim", 8), (r"index_n_heads", 2),
+    (r"index_topk", 4), (r"index_head_dim", 8), (r"index_n_heads", 16),  # few heads give many scores of zero
+    (r"index_block_size", 3), (r"index_topk_blocks", 2),
     (r"query_pre_attn_scalar", 8),
 )  # fmt: skip
 
@@ -61,6 +62,10 @@ OTHER: dict[str, dict[str, Any]] = {
     },
     "musicgen_decoder": {"num_codebooks": 1},
     "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "mamba2": {"num_heads": 16, "head_dim": 8, "n_groups": 2},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_ngroups": 2, "n_mamba_heads": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "reformer": {"axial_pos_embds": False},

@@ -1,31 +1,47 @@
-"""Place packed documents on ranks: short documents stay whole on one rank, long documents are cut over several ranks.
+"""Place the tokens of a mask on ranks: items (`core.areas`) stay whole on one rank, or are cut over several ranks.
 
-Every rank gets exactly its share of the tokens, and nearly its share of the causal pairs. Two ways to cut a document
-that does not fit are tried, and the faster placement is used:
+An item is a document, a node of a tree, or a range of queries of slices. Every rank gets exactly its share of the
+tokens, and nearly its share of the pairs. Two ways to cut an item that does not fit are tried, and the faster placement
+is used:
 
     zigzag            |-1-|-2-|-3-|-4-|-4-|-3-|-2-|-1-|     each rank has equal work with the keys of every other rank
     from its end      |1|2|--------- 3 --------|-- 2 --|-1-|     fewer rows: fewer ranks read up to its end
 
 This placement is for schedules whose ranks wait for each other in every step; `placed_at_once` is for other schedules.
-A rank that takes the last tokens of a document fills its share with whole short documents, or with first tokens of the
-same document. The first tokens cost no rows, because the rank reads them anyway.
-Guarantees: equal cuts and ranks give equal placements; token counts are those of the contiguous layout.
+A rank that takes the last tokens of an item fills its share with whole small items, or with first tokens of the same
+item. The first tokens cost no rows, because the rank reads them anyway. `cut_from_both_ends` does this along an order
+of all items, in which the nodes of a path are adjacent.
+Guarantees: equal masks and ranks give equal placements; token counts are those of the contiguous layout.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Callable
-from itertools import accumulate, pairwise, product
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Container, Iterator
+from itertools import accumulate, product
 from random import Random
 from typing import NamedTuple
 
-from ringattn.core.bounded_cache import bounded
+import numpy as np
 
-PAIRS_PER_ROW = 200
-"""Number of (q, k) pairs that a rank computes while one row of K and V passes its link. For an H100 with 8 query heads
-per K/V head and 128 dimensions in bfloat16: 8 * 512 FLOP per pair at 600 TFLOP/s, 512 bytes per row at 400 GB/s."""
+from ringattn.core.areas import PAIRS_PER_ROW, Areas, Item, Load, Piece, Pieces, Shards, areas_of
+from ringattn.core.bounded_cache import bounded
+from ringattn.core.mask import Mask
+
+MOST_FILLED = 8192
+"""Number of ranks times items, with `RANK_ITEMS` more items, up to which ranks are filled item by item and a search
+improves placements."""
+RANK_ITEMS = 64
+DRAWN = 24
+"""Number of orders that are drawn in addition to the plain ones, for a search."""
+SLACK = 0.001
+"""Share of a rank's pairs that a cut from both ends may miss."""
+LEAST_EVEN = 1.05
+"""Largest ratio of a rank's pairs to the mean in a placement for steps, if any placement has it."""
+MUST_GAIN = 0.75
+"""An uneven placement for steps is used if the slowest ranks of its steps have at most this part of the pairs that they
+have in every even one."""
 LEAST_LACK = 0.005
 """Share of a rank's pairs. If fewer are missing, do not try another way to cut a document."""
 FEW_ROWS = 0.01
@@ -55,40 +71,9 @@ CHOICES = (
 )  # fmt: skip
 """The choices to try, in order. Selected on randomly drawn documents (see `bench/placement.py`); others save hardly any
 rows."""
-
-Piece = tuple[int, int]
-"""Adjacent positions: the first, and the one after the last."""
-Shards = tuple[tuple[Piece, ...], ...]
-"""The pieces of each rank in ascending order; adjacent pieces are joined."""
-
-
-class Load(NamedTuple):
-    """The load of each rank in a placement: causal pairs, and rows of K and V received and sent.
-
-    A row that several ranks read is sent once for each of them. `in_steps`: the sum over all steps of the pairs of the
-    slowest rank in that step. In step s, rank r attends to the keys of rank r - s, and in most schedules no rank is a
-    step ahead of the next rank.
-    """
-
-    pairs: tuple[int, ...]
-    received: tuple[int, ...]
-    sent: tuple[int, ...]
-    in_steps: int
-
-    @property
-    def cost(self) -> int:
-        """The cost of the whole pass in pairs, if messages travel during the computation."""
-        return max(self.in_steps, *(PAIRS_PER_ROW * rows for rows in (*self.received, *self.sent)))
-
-
-class Item(NamedTuple):
-    """The tokens lo .. hi - 1 of the document that starts at `start`, which no rank has yet. Items sort by pairs."""
-
-    pairs: int
-    tokens: int
-    start: int
-    lo: int
-    hi: int
+EACH_ZIGZAG = Choice(0.002, 0.03, 2.0, even=0.0)
+"""Each item is cut zigzag over all ranks. It is tried where items read other items, as in trees: there, steps of other
+placements are uneven."""
 
 
 class _Parts(NamedTuple):
@@ -107,32 +92,45 @@ class _Parts(NamedTuple):
 
 
 @bounded
-def placed(cuts: tuple[int, ...], ranks: int) -> Shards:
-    """Return a placement of the documents with the boundaries `cuts` (0, ..., length).
+def placed(mask: Mask, length: int, ranks: int) -> Shards:
+    """Return a placement of `length` tokens with this mask.
 
-    Of the placements whose cost is within 1 % of the lowest, it is the one that sends the fewest rows.
+    Of the placements whose cost is within 1 % of the lowest, it is the one that sends the fewest rows. The cost is the
+    number of pairs of the whole pass, if messages travel during the computation.
     """
-    tried: list[tuple[Load, Shards]] = []
-    for choice in CHOICES:
-        shards = place(cuts, ranks, choice)
-        load = load_of(cuts, shards)
-        tried.append((load, shards))
+    areas = areas_of(mask, length)
+    tried: list[tuple[int, int, float, Pieces]] = []  # cost, rows, unevenness
+    for pieces, load in _loads(areas, ranks, _filled(areas, ranks)):
+        pairs = areas.in_steps(pieces) or max(load.pairs)
+        cost = max(pairs, *(PAIRS_PER_ROW * rows for rows in (*load.received, *load.sent)))
+        tried.append((cost, sum(load.sent), unevenness(load), pieces))
         # For thousands of short documents, the first placement is good enough.
-        if 100 * load.cost * ranks <= 101 * sum(load.pairs) and sum(load.sent) <= FEW_ROWS * cuts[-1]:
+        if 100 * cost * ranks <= 101 * sum(load.pairs) and sum(load.sent) <= FEW_ROWS * length:
             break
-    least = min(load.cost for load, _ in tried)
-    fast = [entry for entry in tried if 100 * entry[0].cost <= 101 * least]
-    return min(fast, key=lambda entry: sum(entry[0].sent))[1]
+    even = [entry for entry in tried if entry[2] <= LEAST_EVEN]
+    if any(areas.reads):  # documents may be uneven where their steps are shorter
+        tried = even or tried
+    least = min(entry[0] for entry in tried)
+    return min((entry for entry in tried if 100 * entry[0] <= 101 * least), key=lambda entry: entry[1])[3].shards()
 
 
-def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = None) -> Shards:
-    """Return the placement of the documents with the boundaries `cuts` (0, ..., length) that one choice gives.
+def _filled(areas: Areas, ranks: int) -> Iterator[Pieces]:
+    """Yield placements that suit schedules in steps, until the caller has one that is good enough."""
+    if _is_small(areas, ranks):
+        for choice in (*CHOICES, EACH_ZIGZAG) if any(areas.reads) else CHOICES:
+            yield Pieces.of(place(areas, ranks, choice))
+    for order in orders(areas):
+        yield cut_from_both_ends(areas, order, ranks, EVEN)
+
+
+def place(areas: Areas, ranks: int, choice: Choice, most: int | None = None) -> Shards:
+    """Return the placement of the items that one choice gives.
 
     All ranks take the same number of pairs; with `most`, they take up to `most` pairs and the last rank takes the rest.
     """
-    items = items_of(cuts)
+    items = sorted(areas.items)
     left = sum(item.pairs for item in items)
-    share, extra = divmod(cuts[-1], ranks)
+    share, extra = divmod(areas.length, ranks)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     even_tokens, even_pairs, extra_tokens = [0] * ranks, [0] * ranks, 0
     whole = choice.even * left / ranks
@@ -141,7 +139,7 @@ def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = 
         for rank, (lo, mid, end, hi) in enumerate(_zigzag(item.tokens, ranks, extra_tokens)):
             pieces[rank] += [(item.start + a, item.start + b) for a, b in ((lo, mid), (end, hi)) if b > a]
             even_tokens[rank] += mid - lo + hi - end
-            even_pairs[rank] += causal_pairs(lo, mid) + causal_pairs(end, hi)
+            even_pairs[rank] += item.area(lo, mid) + item.area(end, hi)
         extra_tokens += item.tokens % ranks
     for rank in range(ranks):
         # Divide the remaining pairs by the remaining ranks, so all later ranks take the pairs that one rank misses.
@@ -152,12 +150,6 @@ def place(cuts: tuple[int, ...], ranks: int, choice: Choice, most: int | None = 
         left -= filling.taken + even_pairs[rank]
         pieces[rank] += filling.pieces
     return tuple(map(joined, pieces))
-
-
-def items_of(cuts: tuple[int, ...]) -> list[Item]:
-    """Return an item for each document that is not empty, ordered by pairs."""
-    spans = [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
-    return sorted(Item(causal_pairs(0, tokens), tokens, start, 0, tokens) for start, tokens in spans)
 
 
 def _zigzag(tokens: int, ranks: int, first_extra: int) -> list[tuple[int, int, int, int]]:
@@ -175,49 +167,6 @@ def _zigzag(tokens: int, ranks: int, first_extra: int) -> list[tuple[int, int, i
     return parts
 
 
-def causal_pairs(lo: int, hi: int) -> int:
-    """Return the number of causal pairs of queries lo .. hi - 1 of a document: query q has the keys 0 .. q."""
-    return (hi * (hi + 1) - lo * (lo + 1)) // 2
-
-
-def load_of(cuts: tuple[int, ...], shards: Shards) -> Load:
-    """Return the load of each rank in a placement."""
-    pairs, received, sent = ([0] * len(shards) for _ in range(3))
-    by_document: dict[int, list[tuple[int, int, int]]] = {}  # rank and tokens lo .. hi - 1
-    bounds = sorted(set(cuts))
-    for rank, shard in enumerate(shards):
-        for start, stop in shard:
-            document = bisect_left(bounds, start + 1) - 1
-            while start < stop:
-                lo, end = start - bounds[document], min(stop, bounds[document + 1])
-                by_document.setdefault(document, []).append((rank, lo, lo + end - start))
-                pairs[rank] += causal_pairs(lo, lo + end - start)
-                start, document = end, document + 1
-    by_step = [[0] * len(shards) for _ in shards]  # [step][rank]
-    for pieces in by_document.values():
-        reach: dict[int, int] = {}
-        for rank, _, hi in pieces:
-            reach[rank] = max(reach.get(rank, 0), hi)
-        for owner, lo, hi in pieces if len(reach) > 1 else ():
-            for reader, end in reach.items():
-                rows = min(end, hi) - lo
-                if reader != owner and rows > 0:
-                    received[reader] += rows
-                    sent[owner] += rows
-            for reader, first, stop in pieces:
-                if reader != owner and stop > lo:
-                    step = (reader - owner) % len(shards)
-                    by_step[step][reader] += _pairs_with(first, stop, lo) - _pairs_with(first, stop, hi)
-    for rank, whole in enumerate(pairs):
-        by_step[0][rank] = whole - sum(step[rank] for step in by_step[1:])
-    return Load(tuple(pairs), tuple(received), tuple(sent), sum(map(max, by_step)))
-
-
-def _pairs_with(lo: int, hi: int, key: int) -> int:
-    """Return the number of pairs of queries lo .. hi - 1 with key `key` and all later keys."""
-    return causal_pairs(max(lo, key) - key, max(hi, key) - key)
-
-
 class Filling:
     """The process of filling one rank with items or parts of them.
 
@@ -229,7 +178,6 @@ class Filling:
         self.items, self.tokens, self.pairs, self.choice = items, tokens, pairs, choice
         self.share = pairs
         self.pieces: list[Piece] = []
-        self.reach: dict[int, int] = {}  # start of a document -> the end of this rank's last tokens in it
         self.taken = 0
         # Tokens and pairs of the n smallest items: filling up with these costs the fewest pairs.
         self._tokens, self._pairs = _sums(items)
@@ -282,9 +230,8 @@ class Filling:
     def _keep(self, item: Item, lo: int, hi: int) -> None:
         """Give the rank tokens lo .. hi - 1 of an item."""
         if hi > lo:
-            pairs = causal_pairs(lo, hi)
+            pairs = item.area(lo, hi)
             self.pieces.append((item.start + lo, item.start + hi))
-            self.reach[item.start] = max(self.reach.get(item.start, 0), hi)
             self.tokens, self.pairs, self.taken = self.tokens - hi + lo, self.pairs - pairs, self.taken + pairs
 
     def _keep_ends(self, item: Item, first: int, last: int) -> None:
@@ -293,7 +240,7 @@ class Filling:
         self._keep(item, item.lo, lo)
         self._keep(item, hi, item.hi)
         if hi > lo:
-            insort(self.items, Item(causal_pairs(lo, hi), hi - lo, item.start, lo, hi))
+            insort(self.items, item.cut(lo, hi))
 
     def _take_smallest(self, count: int) -> None:
         """Take the `count` smallest items."""
@@ -327,7 +274,8 @@ class Filling:
         if not ranks or not self.choice.density:
             return 0
         rest = item.pairs - ranks * self.pairs
-        last = item.hi - math.isqrt(max(0, item.hi**2 - 2 * ranks * self.pairs))
+        pairs = ranks * self.pairs
+        last = _last_true(item.tokens, lambda last: item.area(item.hi - last, item.hi) <= pairs, 0)
         return max(0, (item.tokens - last - int(self.tokens * rest / self.pairs / self.choice.density)) // ranks)
 
     def _parts(self, item: Item, least_first: int, most_whole: int, cut_next: bool) -> _Parts:
@@ -346,10 +294,10 @@ class Filling:
                 next_first = min(rest, self.items[whole].tokens)
             else:
                 first = min(first + rest, item.tokens - last)
-            taken = pairs[whole] + causal_pairs(item.lo, item.lo + first) + causal_pairs(item.hi - last, item.hi)
+            taken = pairs[whole] + item.area(item.lo, item.lo + first) + item.area(item.hi - last, item.hi)
             if next_first:
-                lo = self.items[whole].lo
-                taken += causal_pairs(lo, lo + next_first)
+                after = self.items[whole]
+                taken += after.area(after.lo, after.lo + next_first)
             return _Parts(last, first, whole, next_first, self.pairs - taken)
 
         return parts_with(_last_true(min(item.tokens, self.tokens), lambda last: parts_with(last).lack >= 0, 0))
@@ -363,8 +311,8 @@ class Filling:
             count = min(self.tokens, item.tokens)
 
             def lack(last: int, item: Item = item, count: int = count) -> int:
-                first = causal_pairs(item.lo, item.lo + count - last)
-                return self.pairs - first - causal_pairs(item.hi - last, item.hi)
+                first = item.area(item.lo, item.lo + count - last)
+                return self.pairs - first - item.area(item.hi - last, item.hi)
 
             # Taking all tokens at one end costs the fewest rows: as many as the tokens taken, or as the tokens left.
             ends = (0, count) if count < item.tokens - count else (count, 0)
@@ -408,16 +356,15 @@ def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
 # tokens that its share of pairs allows, and then first tokens of the same document, which cost no rows because the rank
 # reads them anyway. The owner keeps the rest. Then ranks with too many tokens move first tokens of their documents to
 # ranks with too few, at a cost of one row per token.
-# Equal cuts and ranks give equal placements; token counts are those of the contiguous layout.
+# Equal masks and ranks give equal placements; token counts are those of the contiguous layout.
 
 
 EVEN = 1.005
 """Largest ratio of a rank's pairs to the mean that counts as even. Of all even placements, the one with the fewest rows
 is used."""
-FILLS = 80000
-"""The limit of a search: the number of tries times the number of ranks. Such a search takes about 0.2 s for a hundred
-documents.
-"""
+FILLS = 40000
+"""The limit of a search: the number of tries times the number of ranks, from 8 ranks on. Such a search takes 0.1 to
+0.6 s for a hundred documents or nodes."""
 STARTING_CHOICES = tuple(Choice(*values) for values in product((0.002, 0.03), (0.03, 0.1, 1.0), (0.0, 1.0, 2.0)))
 """The choices whose placements the search starts from. Each gives three placements: with equal pairs on all ranks, with
 the most pairs per rank that `EVEN` allows, and with half of this excess.
@@ -428,6 +375,8 @@ PRICE = 100
 """At the beginning, a pair above the limit costs as much as `PRICE` rows divided by the tokens of a rank. This cost
 grows by a factor of 1 + `DEARER`."""
 DEARER = 20
+WAYS = 3
+"""Number of starts from which the search goes on."""
 LAST = 8
 """Number of the best placements whose load is computed exactly."""
 
@@ -459,51 +408,279 @@ class Outcome(NamedTuple):
 
 
 @bounded
-def placed_at_once(cuts: tuple[int, ...], ranks: int, even: float = EVEN, fills: int = FILLS) -> Shards:
-    """Return a placement of the documents with the boundaries `cuts` (0, ..., length).
+def placed_at_once(mask: Mask, length: int, ranks: int, even: float = EVEN, fills: int = FILLS) -> Shards:
+    """Return a placement of `length` tokens with this mask.
 
     Of all even placements that the search tries, it is the one that sends the fewest rows. `even`: the largest ratio of
     a rank's pairs to the mean that counts as even. `fills`: the number of tries of the search, times ranks.
     """
-    search, tried = Search(cuts, ranks, even), []
+    areas = areas_of(mask, length)
+    tried: list[tuple[tuple[float, int], int, Pieces]] = []
 
     def order(load: Load) -> tuple[float, int]:
         """Return a sort key: even placements by rows, then all others by unevenness."""
-        return max(even, max(load.pairs) * ranks / max(1, sum(load.pairs))), sum(load.sent)
+        return max(even, unevenness(load)), sum(load.sent)
 
-    middle = int(search.most * (1 + even) / (2 * even))
-    for choice, most in product(STARTING_CHOICES, (None, search.most, middle)):
-        shards = place(cuts, ranks, choice, most)
-        tried.append((order(load_of(cuts, shards)), shards))
+    for pieces, load in _loads(areas, ranks, _starts(areas, ranks, even)):
+        tried.append((order(load), len(tried), pieces))
         # For thousands of short documents, the first placement is good enough.
-        if tried[-1][0] <= (even, FEW_ROWS * cuts[-1]):
-            return shards
-    for owners in search.improved([search.owners_of(start) for _, start in tried], fills // ranks)[-LAST:]:
-        shards = search.shards(owners)
-        tried.append((order(load_of(cuts, shards)), shards))
-    return min(tried)[1]
+        if tried[-1][0] <= (even, FEW_ROWS * length):
+            return pieces.shards()
+    if _is_small(areas, ranks):
+        search = Search(areas, ranks, even)
+        starts = [search.owners_of(pieces.shards()) for _, _, pieces in tried]
+        for owners in search.improved(starts, fills // max(8, ranks))[-LAST:]:
+            pieces = Pieces.of(search.shards(owners))
+            tried.append((order(areas.load(pieces)), len(tried), pieces))
+    return min(tried)[2].shards()
+
+
+def _is_small(areas: Areas, ranks: int) -> bool:
+    """Return whether a search takes a fraction of a second."""
+    return ranks * (len(areas.slopes) + RANK_ITEMS) <= MOST_FILLED
+
+
+def _loads(areas: Areas, ranks: int, placements: Iterator[Pieces]) -> Iterator[tuple[Pieces, Load]]:
+    """Yield the placements with their loads, and a last one that is even for any mask if none of them is."""
+    ratio = math.inf
+    for pieces in placements:
+        load = areas.load(pieces)
+        ratio = min(ratio, unevenness(load))
+        yield pieces, load
+    if ratio > LEAST_EVEN and areas.length:
+        pieces = cut_from_both_ends(areas, by_density(areas, -(-areas.length // ranks)), ranks, EVEN)
+        yield pieces, areas.load(pieces)
+
+
+def unevenness(load: Load) -> float:
+    """Return the ratio of the largest number of pairs of a rank to the mean."""
+    return max(load.pairs) * len(load.pairs) / max(1, sum(load.pairs))
+
+
+def _starts(areas: Areas, ranks: int, even: float) -> Iterator[Pieces]:
+    """Yield the placements that the search starts from."""
+    for order in orders(areas, DRAWN if _is_small(areas, ranks) else 0):
+        yield cut_from_both_ends(areas, order, ranks, even)
+    if _is_small(areas, ranks):
+        most = int(even * int(areas.before[-1]) / ranks)
+        middle = int(most * (1 + even) / (2 * even))
+        for choice, limit in product(STARTING_CHOICES, (None, most, middle)):
+            yield Pieces.of(place(areas, ranks, choice, limit))
+
+
+def orders(areas: Areas, drawn: int = 0) -> list[np.ndarray]:
+    """Return orders of the items, as arrays (start, stop), in which items that read the same items are adjacent.
+
+    An item follows the item that it reads and that reads most others, as a node of a tree follows its parent. Items
+    with the same parent are ordered by pairs per token, by tokens, or by position. `drawn`: the number of further
+    orders, in which the first two keys are multiplied by random numbers.
+    """
+    start, stop = areas.edges[:-1], areas.edges[1:]
+    parents = _parents(areas.reads)
+    tokens, pairs = np.diff(areas.edges).astype(float), np.diff(areas.before).astype(float)
+    for item, parent in parents:  # children first
+        tokens[parent] += tokens[item]
+        pairs[parent] += pairs[item]
+    found: dict[bytes, np.ndarray] = {}
+    keys = [pairs / tokens, tokens, start] if parents else [pairs / tokens]
+    draw = Random(0).random  # and no function of the C library, so that all machines draw the same orders
+    for number in range(drawn):
+        keys.append(keys[number % 2 if parents else 0] * [0.4 + 2 * draw() for _ in tokens])
+    for key in keys:
+        order = np.argsort(key, kind="stable")
+        if parents:
+            order = _depth_first(order, dict(parents))
+        found[order.tobytes()] = np.stack([start[order], stop[order]])
+    return [*found.values()]
+
+
+def by_density(areas: Areas, most: int) -> np.ndarray:
+    """Return parts of items with at most `most` tokens, ordered by pairs per token, as an array (start, stop).
+
+    Cut from both ends, this order gives even pairs for any mask, and more rows than those of `orders`.
+    """
+    start, stop = areas.edges[:-1], areas.edges[1:]
+    counts = -(-(stop - start) // most)
+    item = np.repeat(np.arange(len(start)), counts)
+    begin = start[item] + most * (np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts, counts))
+    end = np.minimum(begin + most, stop[item])
+    density = (areas.pairs_before(end) - areas.pairs_before(begin)) / (end - begin)
+    order = np.argsort(density.astype(float), kind="stable")
+    return np.stack([begin[order], end[order]])
+
+
+def _parents(reads: list[int]) -> list[tuple[int, int]]:
+    """Return each item that has a parent, and the parent: that with most reads of the items that it reads.
+
+    A parent reads fewer items than its children. Items with most reads are first.
+    """
+    parents = []
+    counts = [bits.bit_count() for bits in reads]
+    for item in sorted((item for item, count in enumerate(counts) if count), key=lambda item: (-counts[item], item)):
+        bits, parent = reads[item], -1
+        while bits:
+            other = bits.bit_length() - 1
+            bits ^= 1 << other
+            if counts[other] < counts[item] and (parent < 0 or counts[other] > counts[parent]):
+                parent = other
+        if parent >= 0:
+            parents.append((item, parent))
+    return parents
+
+
+def _depth_first(order: np.ndarray, parents: dict[int, int]) -> np.ndarray:
+    """Return the depth-first order of items; children of an item keep their order."""
+    children: dict[int, list[int]] = {}
+    for item in reversed(order.tolist()):
+        children.setdefault(parents.get(item, -1), []).append(item)
+    found, stack = [], children.get(-1, [])
+    while stack:
+        found.append(stack.pop())
+        stack += children.get(found[-1], ())
+    return np.array(found)
+
+
+def cut_from_both_ends(areas: Areas, order: np.ndarray, ranks: int, even: float) -> Pieces:
+    """Return a placement in which each rank takes the first and the last tokens that are left, in an order of ranges.
+
+    A rank takes as many of them as its share of pairs allows. If the last tokens have more pairs than the first ones,
+    as in a document, this always gives even pairs. A cut moves to an edge of a range if pairs stay even.
+    """
+    cuts, total = _Cuts(areas, order), int(areas.before[-1])
+    share, extra = divmod(areas.length, ranks)
+    limit = (1 + even) / 2 * total / ranks  # the other half of the excess is left for the ranks after
+    # Positions low .. high - 1 are left, with `left` pairs; before them are `below`, and before `high` are `above`.
+    low, high, left, below, above = 0, areas.length, total, 0, total
+    lows, highs = [low], [high]
+    for rank in range(ranks - 1):
+        count = share + (rank < extra)
+        end = low + count  # of the first tokens, if no last tokens are taken
+        last = cuts.last_tokens(end, high, count, left / (ranks - rank) - above + below)
+        rows = cuts.rows(high - last) + cuts.rows(end - last)
+        near = [high - edge for edge in cuts.near(high - last)] + [end - edge for edge in cuts.near(end - last)]
+        for candidate in near:
+            if 0 <= candidate <= count and cuts.rows(high - candidate) + cuts.rows(end - candidate) < rows:
+                pairs = above - below + cuts.before(end - candidate) - cuts.before(high - candidate)
+                if pairs <= limit and left - pairs <= limit * (ranks - rank - 1):
+                    last, rows = candidate, cuts.rows(high - candidate) + cuts.rows(end - candidate)
+        low, high = end - last, high - last
+        left -= cuts.before(low) - below + above - cuts.before(high)
+        below, above = cuts.before(low), cuts.before(high)
+        lows.append(low)
+        highs.append(high)
+    # The last rank takes the rest.
+    return _along(order, np.array([*lows, high]), np.array([*highs, high]))
+
+
+def _along(order: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> Pieces:
+    """Return the placement where rank n has the positions lows[n] .. lows[n + 1] - 1 and highs[n + 1] .. highs[n] - 1.
+
+    Positions count along an order of ranges.
+    """
+    start, stop = order
+    edges, ranks = np.append(0, np.cumsum(stop - start)), len(lows) - 1
+    begin, end = np.concatenate([lows[:-1], highs[1:]]), np.concatenate([lows[1:], highs[:-1]])
+    # Cut each interval of positions at the edges of ranges.
+    first, after = np.searchsorted(edges, begin, "right") - 1, np.searchsorted(edges, end)
+    counts = np.where(begin < end, after - first, 0)
+    source = np.repeat(np.arange(len(begin)), counts)
+    item = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shift = start[item] - edges[item]
+    begin, end = np.maximum(begin[source], edges[item]) + shift, np.minimum(end[source], edges[item + 1]) + shift
+    return Pieces.joined(begin, end, source % ranks, ranks)
+
+
+class _Cuts:
+    """Pairs and rows of cuts at positions of an order of ranges."""
+
+    def __init__(self, areas: Areas, order: np.ndarray) -> None:
+        start, stop = order
+        item = np.searchsorted(areas.edges, start, "right") - 1
+        slopes = areas.slopes[item]
+        depths = areas.depths[item] + slopes * (start - areas.edges[item])
+        pairs = areas.pairs_before(stop) - areas.pairs_before(start)
+        self.edges = [0, *np.cumsum(stop - start).tolist()]
+        self.depths, self.slopes = depths.tolist(), slopes.tolist()
+        self.sums = list(accumulate(pairs.tolist(), initial=0))
+
+    def before(self, position: int) -> int:
+        """Return the pairs before a position."""
+        item = bisect_right(self.edges, position) - 1
+        inside = position - self.edges[item]
+        if not inside:
+            return self.sums[item]
+        return self.sums[item] + self.depths[item] * inside + self.slopes[item] * (inside * (inside + 1) // 2)
+
+    def rows(self, position: int) -> int:
+        """Return about how many rows a cut costs: the keys that both sides read."""
+        item = bisect_right(self.edges, position) - 1
+        return self.depths[item] + self.slopes[item] * (position - self.edges[item]) if item < len(self.depths) else 0
+
+    def near(self, position: int) -> list[int]:
+        """Return the edges before and after a position."""
+        item = bisect_right(self.edges, position) - 1
+        return self.edges[item : item + 2]
+
+    def last_tokens(self, low: int, high: int, count: int, goal: float) -> int:
+        """Return how many of `count` tokens to take before `high` instead of before `low`, for `goal` pairs.
+
+        `goal`: the pairs before `low`, less those before `high`. Regula falsi in the variant of Illinois.
+        """
+        before = self.before
+        less, more = 0, count
+        lack, excess = before(low) - before(high) - goal, before(low - count) - before(high - count) - goal
+        slack, side = SLACK * self.sums[-1] / max(1, self.edges[-1]) * count, 0
+        while more - less > 1 and lack < 0 < excess:
+            last = min(max(less + int((more - less) * (lack / (lack - excess))), less + 1), more - 1)
+            pairs = before(low - last) - before(high - last) - goal
+            if abs(pairs) <= slack:
+                return last
+            if pairs > 0:
+                more, excess, lack, side = last, pairs, lack / 2 if side > 0 else lack, 1
+            else:
+                less, lack, excess, side = last, pairs, excess / 2 if side < 0 else excess, -1
+        return less if abs(lack) < abs(excess) else more
 
 
 class Search:
-    """A search for the best owners of documents.
+    """A search for the best owners of items.
 
-    It holds the documents, longest first, the number of tokens that each rank gets, and the most pairs that it may get.
+    It holds the items, largest first, what each reads, the number of tokens that each rank gets, and the most pairs
+    that it may get.
     """
 
-    def __init__(self, cuts: tuple[int, ...], ranks: int, even: float) -> None:
-        """Prepare the search for the documents with the boundaries `cuts` (0, ..., length)."""
-        self.items = items_of(cuts)[::-1]
+    def __init__(self, areas: Areas, ranks: int, even: float) -> None:
+        """Prepare the search."""
+        order = sorted(range(len(areas.items)), key=areas.items.__getitem__, reverse=True)
+        self.items = [areas.items[item] for item in order]
         self.tokens, self.pairs = [item.tokens for item in self.items], [item.pairs for item in self.items]
-        share, extra = divmod(cuts[-1], ranks)
+        self.reads, self._weights = [areas.reads[item] for item in order], dict[int, int]()
+        self._own = [1 << item for item in order]
+        self._sizes = np.array([item.tokens for item in areas.items], np.int64)
+        self.groups = [
+            [item, *(other for other, bits in enumerate(self.reads) if bits & own and other != item)]
+            for item, own in enumerate(self._own)
+        ]
+        self.outer = [self.weight(reads & ~own) for reads, own in zip(self.reads, self._own, strict=True)]
+        share, extra = divmod(areas.length, ranks)
         self.shares = [share + (rank < extra) for rank in range(ranks)]
-        self.most = int(even * sum(item.pairs for item in self.items) / ranks)
-        self.price = PRICE * ranks / max(1, cuts[-1])
+        self.most = int(even * sum(self.pairs) / ranks)
+        self.price = PRICE * ranks / max(1, areas.length)
+
+    def weight(self, bits: int) -> int:
+        """Return the tokens of the items whose bits are set."""
+        found = self._weights.get(bits)
+        if found is None:
+            row = np.frombuffer(bits.to_bytes(len(self._sizes) // 8 + 1, "little"), np.uint8)
+            chosen = np.unpackbits(row, count=len(self._sizes), bitorder="little")
+            found = self._weights[bits] = int(chosen @ self._sizes)
+        return found
 
     def owners_of(self, shards: Shards) -> Owners:
         """Return an assignment that approximates a placement.
 
-        The last rank that has a part of a document owns it. A rank whose part ends after the owner's part takes the end
-        of this document, or of a longer one.
+        The last rank that has a part of an item owns it. A rank whose part ends after the owner's part takes the end of
+        this item, or of a larger one.
         """
         result = Owners([0] * len(self.items), *([fill] * len(shards) for fill in (-1, 0, 0)))
         by_start = sorted((item.start, document) for document, item in enumerate(self.items))
@@ -523,67 +700,91 @@ class Search:
         return result
 
     def outcome_of(self, assignment: Owners) -> Outcome:
-        """Compute the result of an assignment: cut the documents whose ends are taken, then move excess tokens."""
+        """Compute the result of an assignment: cut the items whose ends are taken, then move excess tokens."""
         lack = [share - tokens for share, tokens in zip(self.shares, assignment.tokens, strict=True)]
         room = [self.most - pairs for pairs in assignment.pairs]
-        rows, parts, moved = 0, [], []
+        parts, moved = [], []
         last = {document: rank for rank, document in enumerate(assignment.ends) if document >= 0}
         left = {document: (0, self.tokens[document]) for document in last}
-        for document in last:
-            lack[assignment.owners[document]] += self.tokens[document]
-            room[assignment.owners[document]] += self.pairs[document]
+        # What a rank reads or has: items whole, as bits, and the first tokens of items of which it has a part.
+        bits = [0] * len(lack)
+        for document, owner in enumerate(assignment.owners):
+            if document in last:
+                lack[owner] += self.tokens[document]
+                room[owner] += self.pairs[document]
+            else:
+                bits[owner] |= self.reads[document] | self._own[document]
         for rank, document in enumerate(assignment.ends):
             if document < 0:
                 continue
-            lo, hi = left[document]
-            count, step = lack[rank], hi - lo - lack[rank]
-            if step < 0:
+            item, (lo, hi) = self.items[document], left[document]
+            count, step = lack[rank], item.slope * (hi - lo - lack[rank])
+            if hi - lo < lack[rank]:
                 count, step = hi - lo, 0
             if count > 0:
                 # Each of the `count` tokens that is a last instead of a first token adds the same number of pairs.
-                fewest = count * lo + count * (count + 1) // 2
-                end = min(count, max(0, (room[rank] - fewest) // step)) if step else 0
+                fewest = item.area(lo, lo + count)
+                end = min(count, max(0, (room[rank] - fewest) // step)) if step > 0 else 0
                 parts += [(rank, document, lo, lo + count - end), (rank, document, hi - end, hi)]
-                rows += hi - count if end else lo
+                bits[rank] |= self.reads[document]
                 lack[rank] -= count
                 room[rank] -= fewest + end * step
                 lo, hi = left[document] = lo + count - end, hi - end
             if rank == last[document] and lo < hi:
                 owner = assignment.owners[document]
                 parts.append((owner, document, lo, hi))
-                rows += lo
+                bits[owner] |= self.reads[document]
                 lack[owner] -= hi - lo
-                room[owner] -= causal_pairs(lo, hi)
+                room[owner] -= item.area(lo, hi)
+        reach: dict[tuple[int, int], int] = {}
+        for rank, document, lo, hi in parts:
+            if lo < hi and not bits[rank] & self._own[document]:
+                reach[rank, document] = max(hi, reach.get((rank, document), 0))
+        rows = sum(map(self.weight, bits)) + sum(reach.values()) - sum(self.shares)
         takers = [rank for rank, count in enumerate(lack) if count > 0]
-        for rank in range(len(lack)):
+        for rank in range(len(lack)) if takers else ():
+            if lack[rank] < 0:
+                source = self._least_outer(assignment, rank, last)
             while lack[rank] < 0:
                 count = min(-lack[rank], lack[takers[-1]])
                 moved.append((rank, takers[-1], count))
                 rows += count
+                depth = 0
+                if source >= 0:
+                    rows += self.weight(self.reads[source] & ~bits[takers[-1]])
+                    depth = self.outer[source]
                 lack[rank] += count
                 lack[takers[-1]] -= count
-                room[rank] += count * (count + 1) // 2
-                room[takers[-1]] -= count * (count + 1) // 2
+                room[rank] += depth * count + count * (count + 1) // 2
+                room[takers[-1]] -= depth * count + count * (count + 1) // 2
                 if not lack[takers[-1]]:
                     takers.pop()
         return Outcome(rows, -sum(pairs for pairs in room if pairs < 0), parts, moved)
 
+    def _least_outer(self, assignment: Owners, rank: int, cut: Container[int]) -> int:
+        """Return the whole item of a rank that reads the fewest tokens of others, or -1. Of equals, the largest."""
+        owned = (item for item, owner in enumerate(assignment.owners) if owner == rank and item not in cut)
+        return min(owned, key=lambda item: (self.outer[item], item), default=-1)
+
     def shards(self, assignment: Owners) -> Shards:
         """Return the placement that an assignment describes.
 
-        `outcome_of` counts the rows and pairs of moved tokens approximately: as if a single document of the rank had
-        enough tokens for each move.
+        `outcome_of` counts the rows and pairs of moved tokens approximately: as if a single item of the rank had enough
+        tokens for each move.
         """
         outcome, taken = self.outcome_of(assignment), set(assignment.ends)
         pieces: list[list[Piece]] = [[] for _ in self.shares]
-        owned = enumerate(assignment.owners)
-        whole = [(rank, document, 0, self.items[document].hi) for document, rank in owned if document not in taken]
+        whole = [
+            (rank, document, 0, self.tokens[document])
+            for document, rank in sorted(enumerate(assignment.owners), key=lambda pair: (self.outer[pair[0]], pair))
+            if document not in taken
+        ]
         for rank, document, lo, hi in whole + outcome.parts:
             if lo < hi:
                 pieces[rank].append((self.items[document].start + lo, self.items[document].start + hi))
         for rank, taker, lack in outcome.moved:
             while lack:
-                start, stop = pieces[rank].pop(0)  # the longest whole document; its rest goes to the end of the list
+                start, stop = pieces[rank].pop(0)  # first tokens of a whole item; its rest goes to the end of the list
                 cut = min(start + lack, stop)
                 pieces[taker].append((start, cut))
                 pieces[rank] += [(cut, stop)] if cut < stop else []
@@ -597,8 +798,18 @@ class Search:
         """
         draw = Random(0).random  # the only method that gives the same numbers in every version of Python
         tries = [(self.outcome_of(start), start) for start in starts]
-        now, current = min(tries, key=lambda entry: entry[0].rows + self.price * entry[0].over)
-        best, best_found = now, [current]
+        tries.sort(key=lambda entry: entry[0].rows + self.price * entry[0].over)
+        best_found = []
+        for now, current in tries[:WAYS]:
+            best_found += self._improved(now, current, steps // WAYS, draw)
+        best_found.sort(key=lambda entry: (-entry[0].over, -entry[0].rows))
+        return [assignment for _, assignment in best_found]
+
+    def _improved(
+        self, now: Outcome, current: Owners, steps: int, draw: Callable[[], float]
+    ) -> list[tuple[Outcome, Owners]]:
+        """Search from one start."""
+        best, best_found = now, [(now, current)]
         for step in range(steps):
             left = 1 - step / steps
             price = self.price * (1 + DEARER * (1 - left))
@@ -608,7 +819,7 @@ class Search:
                 now, current = outcome, candidate
                 if (now.over, now.rows) < (best.over, best.rows):
                     best = now
-                    best_found.append(current)
+                    best_found.append((now, current))
         return best_found
 
     def changed(self, current: Owners, draw: Callable[[], float]) -> Owners:
@@ -622,7 +833,10 @@ class Search:
             ends = ends[:]
             ends[int(draw() * ranks)] = int(draw() * (min(len(owners), ranks) + 1)) - 1
             return Owners(owners, ends, tokens, pairs)
-        moves = [(first, int(draw() * ranks))]
+        taker = int(draw() * ranks)
+        moves = [(first, taker)]
+        if kind < 0.15:
+            moves = [(document, taker) for document in self.groups[first]]
         if kind > 0.3:
             far = draw()
             second = (first + 1 + int(far * far * far * len(owners))) % len(owners)

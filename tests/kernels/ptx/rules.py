@@ -1,0 +1,24 @@
+"""Which rules of PTX a launch must obey: all of them, or those that Triton obeys in kernels without Gluon."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rules(NamedTuple):
+    """Rules that may be relaxed.
+
+    `fenced_copies`: wgmma sees a copy by `cp.async` only after a proxy fence. `fenced_registers`: `wgmma.fence` follows
+    the last access to the registers of a product. `fenced_mbarriers`: TMA sees a new mbarrier only after a proxy fence.
+    `any_elected`: `elect.sync` may choose any lane, not only lane 0.
+    """
+
+    fenced_copies: bool = True
+    fenced_registers: bool = True
+    fenced_mbarriers: bool = True
+    any_elected: bool = True
+
+
+STRICT = Rules()
+OF_TRITON = Rules(False, False, False, False)
+"""The rules that Triton's own code obeys. `docs/internals/ptx-interpreter.md` says why the others do no harm."""
