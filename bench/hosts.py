@@ -15,6 +15,7 @@ import json
 import os
 import random
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -22,12 +23,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ringattn.bench.processes import LAST_CHARACTERS, SPEC, result_file
+from ringattn.bench.processes import LAST_CHARACTERS, POLL_S, SPEC, result_file
 from ringattn.errors import RingError, UnsupportedError
 
 NEW_NETWORK, NEW_NAMES = 0x40000000, 0x04000000
@@ -160,6 +161,8 @@ WAITING_BYTES = 64 << 20
 """How many bytes may queue at a rail before packets are dropped: more than TCP has in flight."""
 BURST_S = 0.001
 """How long a rail may send at full speed after it was idle, to allow for the kernel's clock."""
+GRACE_S = 10.0
+"""How long ranks may run after one of them has failed."""
 STORE, PORT = "10.76.1.1", "29500"
 SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
@@ -217,15 +220,20 @@ class RailedNodes:
     ) -> None:
         self._remove()
 
-    def run(self, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str) -> list[Any]:
+    def run(
+        self, target: str, spec: dict[str, Any], say: Callable[[str], None], transport: str, limit_s: float = 3600.0
+    ) -> list[Any]:
         """Run `target` ("module:function") as `function(ring, **spec)` on every rank; return the results by rank.
 
-        `say` gets each line that rank 0 prints. Raises `RingError` if a rank fails.
+        `say` gets each line that rank 0 prints. Raises `RingError` if a rank fails, at the latest `GRACE_S` seconds
+        later, or if a rank runs longer than `limit_s`, with the stacks of the ranks.
         """
         ranks = NODES * self.places
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, SPEC).write_text(json.dumps(spec), encoding="utf-8")
             processes = [self._start(rank, target, folder, transport) for rank in range(ranks)]
+            watcher = threading.Thread(target=_end_in_time, args=(processes, limit_s), daemon=True)
+            watcher.start()
             try:
                 assert processes[0].stdout is not None
                 for line in processes[0].stdout:
@@ -235,6 +243,7 @@ class RailedNodes:
                 for process in processes:
                     process.kill()
                     process.wait()
+                watcher.join()
             if any(codes):
                 errors = [Path(folder, f"errors{rank}").read_text(encoding="utf-8") for rank in range(ranks)]
                 report = "\n".join(
@@ -262,7 +271,7 @@ class RailedNodes:
         command = ["ip", "netns", "exec", self.namespaces[node], "taskset", "-c", processors]
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(NODES * self.places), "LOCAL_RANK": str(place),
-            "MASTER_ADDR": STORE, "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": f"rail{place}",
+            "MASTER_ADDR": STORE, "MASTER_PORT": PORT, "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": f"rail{place}",
         }  # fmt: skip
         with Path(folder, f"errors{rank}").open("w", encoding="utf-8") as errors:
             return subprocess.Popen(
@@ -286,6 +295,22 @@ class RailedNodes:
     def _remove(self) -> None:
         for namespace in self.namespaces:
             subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+
+
+def _end_in_time(processes: Sequence[subprocess.Popen[str]], limit_s: float) -> None:
+    """Wait for the end of the processes. Kill them `GRACE_S` after one has failed, and abort them after `limit_s`.
+
+    Python prints the stacks of a process that is aborted.
+    """
+    last, end_s = signal.SIGABRT, time.monotonic() + limit_s
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes) and last == signal.SIGABRT:
+            last, end_s = signal.SIGKILL, time.monotonic() + GRACE_S
+        if time.monotonic() > end_s:
+            for process in processes:
+                process.send_signal(last)
+            return
+        time.sleep(POLL_S)
 
 
 def _shares(processors: list[int]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,11 @@ from torch.distributed.tensor import DTensor
 from tests.adapters.environments import ROOT, search_path
 
 
-def forked(*functions: Callable[[], Any]) -> list[Any]:
-    """Call each function in a child process, all in parallel, and return their values. Exits unless all succeed."""
+def forked(*functions: Callable[[], Any], meanwhile: Callable[[], object] | None = None) -> list[Any]:
+    """Call each function in a child process, all in parallel, and return their values. Exits unless all succeed.
+
+    `meanwhile` is called here after the last fork, and its value is kept until all children have ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.pt" for number in range(len(functions))]
         pids = []
@@ -42,8 +46,10 @@ def forked(*functions: Callable[[], Any]) -> list[Any]:
                 finally:
                     os._exit(code)
             pids.append(pid)
+        kept = meanwhile() if meanwhile else None
         if any(os.waitpid(pid, 0)[1] for pid in pids):
             sys.exit(1)
+        del kept
         return [torch.load(file, weights_only=False) for file in files]
 
 
@@ -52,8 +58,9 @@ def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
 
     Their environment variables are those that torchrun sets, so that they find each other through a TCPStore.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
     def run(number: int) -> Any:
@@ -61,7 +68,11 @@ def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         return rank(number)
 
-    return forked(*(partial(run, number) for number in range(count)))
+    def host() -> TCPStore:
+        """Start the store after the forks. Its thread locks the resolver, and a child would inherit the locked lock."""
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    return forked(*(partial(run, number) for number in range(count)), meanwhile=host)
 
 
 def call_in_program(entry: str, *arguments: Any, timeout_s: float = 280.0, **env: str) -> Any:

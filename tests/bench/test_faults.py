@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from ringattn.bench.many import PARTS, ManyOptions, cases_of, measure
 from ringattn.bench.processes import Ended
 from ringattn.bench.timed_calls import PASSES, plans_of
 from ringattn.bench.two_nodes import CALLS, PLACES, RANKS, SCHEDULES, TwoNodesOptions, cluster_of, crossing_bytes
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import InputError, RingError, UnsupportedError
 from ringattn.launch.measure.calibrate import FAR, MESSAGE_BYTES, NEAR
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.simulate import simulate
@@ -448,6 +449,29 @@ def probe(ring: Ring, nbytes: int) -> list[int]:
     return [int(x.view(torch.uint8)[-1]) for x in received]
 
 
+def wait_for_rank_3(ring: Ring, fails: bool) -> None:
+    """Fail on rank 3, or wait on it like the other ranks."""
+    if ring.rank == 3 and fails:
+        raise RuntimeError("no room")
+    time.sleep(250)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_on_two_nodes_that_cannot_end_is_reported(fails: bool) -> None:
+    try:
+        nodes = RailedNodes(PLACES, 100e6)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    with nodes, pytest.raises(RingError) as failed:
+        nodes.run("tests.bench.test_faults:wait_for_rank_3", {"fails": fails}, str, "shm", 200.0 if fails else 60.0)
+    reports = re.findall(r"^rank (\d): ((?:.|\n(?!rank \d))*)", str(failed.value), re.MULTILINE)
+    if fails:
+        assert [rank for rank, _ in reports] == ["3"] and "no room" in reports[0][1], failed.value
+    else:
+        assert len(reports) == RANKS and all("in wait_for_rank_3" in report for _, report in reports), failed.value
+
+
 @pytest.mark.slow
 def test_rails_carry_equal_bytes_and_nothing_is_left() -> None:
     try:
@@ -460,7 +484,7 @@ def test_rails_carry_equal_bytes_and_nothing_is_left() -> None:
         """Ignore a line of output."""
 
     with nodes:
-        received: list[Any] = nodes.run("tests.bench.test_faults:probe", {"nbytes": nbytes}, silent, "shm")
+        received: list[Any] = nodes.run("tests.bench.test_faults:probe", {"nbytes": nbytes}, silent, "shm", 240.0)
         assert received == [[2, 3], [2, 3], [0, 1], [0, 1]]
         for by_place in nodes.sent_bytes():
             assert all(2 * nbytes <= sent <= 2.1 * nbytes for sent in by_place), nodes.sent_bytes()
