@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.groups import ring_of
-from ringattn.adapters.transformers.attention import mask_spec
+from ringattn.adapters.transformers.host_masks import mask_spec
 from ringattn.core.layout import Layout, make_layout
 from ringattn.errors import InputError
 from ringattn.options import check_dropout_seed

@@ -21,7 +21,7 @@ from tests.adapters.host_table import WRONG, cell, read
 from tests.adapters.other_hosts import OTHERS, run_cases, verdict_of
 
 HOSTS = [
-    ("transformers", "transformers.attention"), ("transformers", "transformers.trainer"), ("accelerate", "accelerate"),
+    ("transformers", "transformers.host_masks"), ("transformers", "transformers.trainer"), ("accelerate", "accelerate"),
     ("trl", "trl"), ("lightning", "lightning"), ("diffusers", "diffusers"), ("megatron.core", "megatron"),
     ("torchtitan", "torchtitan"), ("nemo_automodel", "nemo"),
 ]  # fmt: skip

@@ -21,7 +21,7 @@ import transformers
 
 from ringattn import Ring, Sequence, UnsupportedError, masks
 from ringattn.adapters import host_versions
-from ringattn.adapters.transformers import attention, prepare, register, selecting, shard_batch
+from ringattn.adapters.transformers import host_masks, prepare, register, selecting, shard_batch
 from ringattn.adapters.transformers.checks import refuse_layers
 from ringattn.testing import run_ranks
 from tests.adapters.models import COMPRESSING, REFERENCE, SELECTING, SELECTING_BLOCKS, tiny_model
@@ -364,16 +364,16 @@ def test_a_prompt_is_added_to_a_causal_mask_only() -> None:
     config = tiny_model("unlimited_ocr", "eager").config.text_config
     config._attn_implementation = "kept"
     file.create_reference_sliding_window_causal_mask(config, torch.zeros(1, 4, 8), None, None)
-    causal, prompt = host.causal_mask_function, attention._parts(functions[0])[1]
-    assert attention.causal_without_reference(functions[0]) is causal
+    causal, prompt = host.causal_mask_function, host_masks._parts(functions[0])[1]
+    assert host_masks.causal_without_reference(functions[0]) is causal
     others = ((host.sliding_window_overlay(5), prompt), (host.bidirectional_mask_function, prompt), (causal, causal))
     for parts in others:
-        assert attention.causal_without_reference(host.or_masks(*parts)) is None
+        assert host_masks.causal_without_reference(host.or_masks(*parts)) is None
 
 
 def test_other_code_of_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {"transformers.masking_utils:or_masks": ("00000000",)}
-    monkeypatch.setattr(attention, "REFERENCE", dataclasses.replace(attention.REFERENCE, sources=changed))
+    monkeypatch.setattr(host_masks, "REFERENCE", dataclasses.replace(host_masks.REFERENCE, sources=changed))
     model = tiny_model("unlimited_ocr", "eager")
     refused(lambda seq: forward(seq, prepare(model)), "mask of Unlimited-OCR was tested .*or_masks has changed")
 

@@ -18,7 +18,8 @@ from transformers import masking_utils
 
 from ringattn import DisagreementError, InputError, Ring, Sequence
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers.attention import mask_spec, refuse_options
+from ringattn.adapters.transformers.attention import refuse_options
+from ringattn.adapters.transformers.host_masks import mask_spec
 from ringattn.errors import UnsupportedError
 from ringattn.testing import run_ranks
 from tests.adapters.hybrids import hybrid_model

@@ -20,8 +20,8 @@ from ringattn import Ring
 from ringattn.adapters import host_versions
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.host_versions import VARIABLE, UntestedHostWarning
-from ringattn.adapters.transformers import attention, trainer
-from ringattn.adapters.transformers.attention import MaskSpec, mask_spec
+from ringattn.adapters.transformers import host_masks, trainer
+from ringattn.adapters.transformers.host_masks import MaskSpec, mask_spec
 from ringattn.errors import UnsupportedError
 from tests.adapters.host_table import EXACT, PAGE, REFUSED, WRONG, outcome, page, read, span
 from tests.adapters.models import tiny_model
@@ -48,7 +48,7 @@ def test_the_page_of_versions_shows_the_results_of_all_of_them() -> None:
     assert {outcome(verdict) for row in results.values() for verdict in row.values()} == {EXACT, REFUSED}
     assert len({tuple(row) for row in results.values()}) == 1
     minors = [version.rpartition(".")[0] for version in VERSIONS]
-    assert minors == list(attention.HOST.tested) == list(trainer.HOST.tested)
+    assert minors == list(host_masks.HOST.tested) == list(trainer.HOST.tested)
 
 
 def test_a_difference_above_the_tolerance_or_a_nan_is_wrong() -> None:
@@ -118,7 +118,7 @@ def test_a_mask_of_4_57_has_the_positions_of_its_queries() -> None:
 @pytest.mark.parametrize(("by_document", "cuts"), [(True, [0, 4, 9, 14, 17]), (False, [0, 4, 5, 10, 15, 17])])
 def test_chunks_of_packed_documents(by_document: bool, cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """From 5.23 on, each document begins a new chunk. Earlier versions count chunks from the start of the row."""
-    monkeypatch.setattr(attention, "chunks_begin_with_documents", lambda: by_document)
+    monkeypatch.setattr(host_masks, "chunks_begin_with_documents", lambda: by_document)
     function = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
     spec = mask_spec(batch_size=1, q_length=17, kv_length=17, mask_function=function, local_size=5)
     with Ring() as ring:

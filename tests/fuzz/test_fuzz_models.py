@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from ringattn.adapters.transformers import calls
-from ringattn.adapters.transformers.attention import MaskSpec
+from ringattn.adapters.transformers.host_masks import MaskSpec
 from ringattn.runtime.states import PendingStates
 from tests.fuzz import session
 from tests.fuzz.models import cases, page, tiny

@@ -6,10 +6,11 @@
     with ring.activate(seq):
         loss = model(input_ids=seq.shard(tokens), position_ids=seq.positions()[None], ...).loss
 
-`attention` holds the attention function and the masks, `calls` the checks around each call of a model, `checks` the
-refusals, `routers` the router loss of experts, `positions` the token positions that models compute themselves,
-`batches` sharded batches and whole outputs, `states` the recurrences and convolutions of hybrid models, `towers` towers
-whose images are sharded, `memory` the options of `prepare` that save memory, and `trainer` the Trainer.
+`attention` holds the attention function, `host_masks` the mask function and the supported versions, `inputs` the checks
+of the inputs of attention, `calls` the checks around each call of a model, `checks` the refusals, `routers` the router
+loss of experts, `positions` the token positions that models compute themselves, `batches` sharded batches and whole
+outputs, `states` the recurrences and convolutions of hybrid models, `towers` towers whose images are sharded, `memory`
+the options of `prepare` that save memory, and `trainer` the Trainer.
 
 Guarantees: results equal those of one process with `attn_implementation="eager"`, or an error says what to do. Masks,
 windows, softcap, sinks and documents are computed or refused, and positions are compared with those of the sequence.
@@ -23,7 +24,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from ringattn.adapters.transformers.attention import HOST, attention_forward, mask_spec
+from ringattn.adapters.transformers.attention import attention_forward
 from ringattn.adapters.transformers.batches import shard_batch
 from ringattn.adapters.transformers.calls import (
     has_states_only,
@@ -41,6 +42,7 @@ from ringattn.adapters.transformers.encoder_decoder import (
     prepare_parts,
     refuse_encoder_decoder,
 )
+from ringattn.adapters.transformers.host_masks import HOST, mask_spec
 from ringattn.adapters.transformers.latents import keep_latents
 from ringattn.adapters.transformers.memory import save_memory
 from ringattn.adapters.transformers.positions import shard_images as shard_images_of

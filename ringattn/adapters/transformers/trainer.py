@@ -25,11 +25,11 @@ from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.groups import ring_of_ranks
 from ringattn.adapters.host_versions import ABSENT, Host, source_digest
 from ringattn.adapters.transformers import prepare, prepared_models
-from ringattn.adapters.transformers.attention import HOST as MODELS
 from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
 from ringattn.adapters.transformers.calls import adds_router_loss, check_router_loss, is_wrapped
 from ringattn.adapters.transformers.checks import base_of
 from ringattn.adapters.transformers.encoder_decoder import encoder_of, has_one_configuration
+from ringattn.adapters.transformers.host_masks import HOST as MODELS
 from ringattn.adapters.transformers.loaders import (
     refuse_data,
     refuse_lone_processes,
