@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ringattn.batch import MicroBatch
     from ringattn.errors import (
         ClosedError,
         DeadlineError,
@@ -46,6 +47,7 @@ __all__ = [
     "DisagreementError",
     "GatedDeltaRule",
     "InputError",
+    "MicroBatch",
     "MultiheadDilatedAttention",
     "NcclOptions",
     "NonFiniteError",
@@ -68,6 +70,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "MicroBatch": "batch",
     "NcclOptions": "transport.nccl.options",
     "Ring": "ring",
     "Sequence": "sequence",

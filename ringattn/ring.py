@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringattn import dilated
 from ringattn.attention import attend
+from ringattn.batch import MicroBatch, make_batch
 from ringattn.core.dilation import Dilated, Offset, check
 from ringattn.core.layout import PLACED, LayoutName, Purpose, causal_documents, make_layout
 from ringattn.core.mask import AttentionMask, make_mask
@@ -235,6 +236,49 @@ class Ring(Runtime):
         at_once = placed_for is not None and suits_at_once(placed_for, length, self.world_size, schedule, self.machines)
         token_layout = make_layout(layout, length, self.world_size, documents, for_, at_once, placed_for)
         return Sequence(self, token_layout, documents, mask)
+
+    def batch(
+        self,
+        samples: Iterable[int | Tree] | Tensor,
+        *,
+        max_tokens_per_rank: int | None = None,
+        micro_batches: int | None = None,
+        token_pairs: float | None = None,
+        schedule: str = "auto",
+    ) -> tuple[MicroBatch, ...]:
+        """Divide the samples of an optimizer step among micro-batches of nearly equal predicted time. Local.
+
+        Each micro-batch is a packed sequence over all ranks, placed as by layout="documents" (or "mask", if there are
+        trees): short samples are whole on a rank, long ones are cut, and tokens and pairs are even on all ranks. Use it
+        with one ring of all ranks, instead of groups for data and context parallelism. Samples are never truncated.
+
+        Args:
+            samples: The number of tokens of each sample, or its `masks.tree`, the same on all ranks.
+            max_tokens_per_rank: The most tokens of a micro-batch on a rank. None: no limit.
+            micro_batches: The number of micro-batches. None: as few as the limit allows; without a limit, one.
+            token_pairs: The time of a token outside of attention, in the time of one causal (query, key) pair, see
+                `ringattn.batch.token_pairs`. None: that of a dense model of 8 billion weights (Llama 3). It has no
+                effect on results.
+            schedule: As in `sequence`.
+
+        Returns:
+            The micro-batches. Each sample is in one of them.
+
+        Raises:
+            InputError: A sample exceeds the limit, or the samples do not fit into `micro_batches`; there are fewer
+                samples than micro-batches; a sample is empty, or is neither a length nor a tree; or a number or name is
+                not valid.
+
+        Example:
+            batch = ring.batch(list(map(len, texts)), max_tokens_per_rank=8192)
+            labels = [micro.shard_labels(texts) for micro in batch]
+            scale = loss_scale(labels, ring, gradients="mean")
+            for micro, micro_labels in zip(batch, labels):
+                with ring.activate(micro.seq):
+                    logits = model(micro.shard(texts), micro.seq.positions(per_document=True))
+                    (scale * cross_entropy(logits[0], micro_labels[0], reduction="sum")).backward()
+        """
+        return make_batch(self, samples, max_tokens_per_rank, micro_batches, token_pairs, schedule)
 
     @overload
     def attention(

@@ -1,0 +1,274 @@
+"""Batches over all ranks: loss and gradients of one process, and micro-batches of even time within the limit."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ringattn import InputError, MicroBatch, Ring, masks
+from ringattn.adapters.loss import loss_scale
+from ringattn.batch import make_batch, token_pairs
+from ringattn.planner.cluster import REFERENCE
+from ringattn.testing import run_ranks
+
+VOCABULARY, WIDTH, HEADS, PLACES = 23, 8, 2, 17
+TOLERANCE = 1e-12
+"""Of float64 sums over some thousand tokens, relative to the norm."""
+
+
+# --- one layer, over a ring and in one process -----------------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """The loss of a batch, and the gradients of all weights."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+
+
+def weights() -> list[Tensor]:
+    """Return embeddings of tokens and of positions, and the weights of q, k, v and of the output."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (VOCABULARY, WIDTH), (PLACES, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def logits(of: list[Tensor], tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    """Return (tokens, vocabulary). `attend` takes q, k and v, (1, tokens, heads, head_dim)."""
+    tokens_in, places, project, out = of
+    x = tokens_in[tokens] + places[positions % PLACES]
+    q, k, v = (part.unflatten(-1, (HEADS, -1))[None] for part in (x @ project).chunk(3, -1))
+    return (x + attend(q, k, v)[0].flatten(1) @ out) @ tokens_in.T
+
+
+def dense(allowed: Tensor) -> Any:
+    """Return attention to the keys that are `allowed`, (queries, keys), with a matrix of scores."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v)
+
+    return attend
+
+
+def one_process(texts: list[Tensor], labels: list[Tensor], parents: list[list[int]]) -> Trained:
+    """Return the results of the mean loss over the whole batch, each sample in a separate call.
+
+    `parents`: for each token the token before it, -1 for the first. A text without branches has one label per token.
+    """
+    of = weights()
+    losses = []
+    for text, targets, before in zip(texts, labels, parents, strict=True):
+        allowed = torch.eye(len(text), dtype=torch.bool)
+        depths: list[int] = []
+        for token, parent in enumerate(before):
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            if parent >= 0:
+                allowed[token] |= allowed[parent]
+        result = logits(of, text, torch.tensor(depths), dense(allowed))
+        edges = [(parent, token) for token, parent in enumerate(before) if parent >= 0 and targets[token] != -100]
+        if edges:
+            sources, targets_at = torch.tensor(edges).T
+            losses.append(cross_entropy(result[sources], targets[targets_at], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return Trained(loss.detach(), [weight.grad for weight in of])
+
+
+def over_ring(ring: Ring, texts: list[Tensor], labels: list[Tensor], samples: list[Any], **options: Any) -> Trained:
+    """Return the results of the same loss with `ring.batch`, summed over ranks."""
+    batch = ring.batch(samples, **options)
+    is_tree = [isinstance(micro.seq.mask, masks.Tree) for micro in batch]
+    edges = [micro.seq.edges() if tree else None for micro, tree in zip(batch, is_tree, strict=True)]
+    targets = [
+        torch.cat([labels[sample] for sample in micro.samples])[edge[1]] if edge else micro.shard_labels(labels)
+        for micro, edge in zip(batch, edges, strict=True)
+    ]
+    scale = loss_scale(targets, ring, gradients="sum")
+    of, total = weights(), torch.zeros((), dtype=torch.float64)
+    for micro, edge, target in zip(batch, edges, targets, strict=True):
+        seq = micro.seq
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, seq: Any = seq) -> Tensor:
+            return ring.attention(q, k, v, seq, causal=True)
+
+        result = logits(of, micro.shard(texts)[0], seq.positions(per_document=True), attend)
+        result = result if edge is None else result[edge[0]]
+        loss = cross_entropy(result, target.flatten(), ignore_index=-100, reduction="sum") * scale
+        loss.backward()
+        total += loss.detach()
+    ring.all_reduce([total, *(weight.grad for weight in of)])
+    return Trained(total, [weight.grad for weight in of])
+
+
+def check(ranks: int, samples: list[Any], generator: random.Random, **options: Any) -> None:
+    """Compare `ring.batch` of random texts with one process. A tenth of the labels is left out."""
+    parents = [chain(sample) if isinstance(sample, int) else path(sample) for sample in samples]
+    tokens = torch.Generator().manual_seed(generator.randrange(2**31))
+    texts = [torch.randint(VOCABULARY, (len(before),), generator=tokens) for before in parents]
+    labels = [text.where(torch.rand(len(text), generator=tokens) > 0.1, -100) for text in texts]
+    expected = one_process(texts, labels, parents)
+    for result in run_ranks(ranks, lambda ring: over_ring(ring, texts, labels, samples, **options)):
+        assert abs(result.loss - expected.loss) <= TOLERANCE * expected.loss
+        for gradient, true in zip(result.gradients, expected.gradients, strict=True):
+            assert (gradient - true).norm() <= TOLERANCE * true.norm()
+
+
+def chain(tokens: int) -> list[int]:
+    """Return the parent of each token of a text without branches."""
+    return list(range(-1, tokens - 1))
+
+
+def path(tree: masks.Tree) -> list[int]:
+    """Return the parent of each token of a tree without empty nodes, from its nodes."""
+    parents: list[int] = []
+    ends: list[int] = []
+    for parent, length in zip(tree.parents, tree.lengths, strict=True):
+        parents += [ends[parent] if parent >= 0 else -1, *range(len(parents), len(parents) + length - 1)]
+        ends.append(len(parents) - 1)
+    return parents
+
+
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4))])
+def test_loss_and_gradients_are_those_of_one_process(ranks: int) -> None:
+    generator = random.Random(ranks)
+    samples = [generator.randint(1, 60) for _ in range(9)] + [1, 2, 61]
+    check(ranks, samples, generator, max_tokens_per_rank=-(-150 // ranks), token_pairs=7.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_loss_and_gradients_of_long_samples_are_those_of_one_process(seed: int) -> None:
+    """Lengths are from 1 to thousands; each number of ranks comes with a limit, with a count, and with neither."""
+    generator = random.Random(100 + seed)
+    ranks = 1 + seed % 4
+    samples = [min(3000, int(generator.lognormvariate(4.5, 1.8)) + 1) for _ in range(generator.randint(8, 30))]
+    options: dict[str, Any] = {"token_pairs": generator.choice([None, 0.0, 50.0])}
+    if seed // 4 == 0:
+        options["max_tokens_per_rank"] = -(-max(samples) // ranks) + generator.randint(0, 500)
+    elif seed // 4 == 1:
+        options["micro_batches"] = generator.randint(1, 5)
+    check(ranks, samples, generator, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_trees_and_lengths_in_one_batch(ranks: int) -> None:
+    samples = [masks.tree([-1, 0, 0, 2, 0], [9, 5, 4, 3, 6]), 13, masks.tree([-1, -1, 1], [3, 4, 8]), 1, 20]
+    check(ranks, samples, random.Random(ranks), micro_batches=2, token_pairs=3.0)
+
+
+# --- how samples are divided -----------------------------------------------------------------------------------------
+
+
+def planned(ranks: int, samples: list[int], most: int | None = None, **options: Any) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of many ranks, which need not exist."""
+    ring = SimpleNamespace(world_size=ranks, rank=0, machines=REFERENCE)
+    ring.sequence = lambda **arguments: Ring.sequence(ring, **arguments)  # type: ignore[arg-type]
+    arguments = {"micro_batches": None, "pairs_of_token": None, "schedule": "auto", **options}
+    return make_batch(ring, samples, most, **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_times_are_even_and_no_rank_exceeds_the_limit(seed: int) -> None:
+    """If a tenth of the limit is free, the largest time is at most 1.05 times the mean, or is that of one sample."""
+    generator = random.Random(seed)
+    ranks, count = generator.choice([2, 8, 32]), generator.choice([40, 300])
+    center = generator.choice([6, 8])
+    samples = [min(1 << 17, int(generator.lognormvariate(center, 1.5)) + 1) for _ in range(count)]
+    most = max(generator.choice([2048, 8192]), -(-max(samples) // ranks))
+    # 24,523 pairs per token are the FLOPs of Llama 3 8B: 6 per weight, and 14 per pair, head and dimension.
+    times = [6 * 7.5e9 / (14 * 32 * 32 * 128) * length + length * (length + 1) / 2 for length in samples]
+    fewest = planned(ranks, samples, most)
+    more = planned(ranks, samples, most, micro_batches=-(-11 * len(fewest) // 10))
+    assert max(micro.pairs for micro in more) <= 1.05 * max(sum(times) / len(more), *times)
+    for batch in (fewest, more):
+        assert sorted(sample for micro in batch for sample in micro.samples) == list(range(count))
+        for micro in batch:
+            assert max(micro.seq.counts) <= most
+            assert micro.pairs == pytest.approx(sum(times[sample] for sample in micro.samples), rel=1e-9)
+            lengths = [stop - start for start, stop in pairwise(micro.seq.documents or ())]
+            assert lengths == [samples[sample] for sample in micro.samples]
+
+
+def test_the_number_of_micro_batches() -> None:
+    assert len(planned(4, [10, 20, 30])) == 1
+    assert len(planned(4, [10, 20, 30], 15)) == 1
+    assert len(planned(4, [10, 20, 30], 14)) == 2
+    assert len(planned(4, [10, 20, 30], micro_batches=3)) == 3
+    # The longest samples of 41 tokens are in different micro-batches.
+    assert [micro.samples for micro in planned(1, [41, 41, 41, 39, 39, 39], 80)] == [(0, 3), (1, 4), (2, 5)]
+    # Two micro-batches fit as 3 + 3 and 2 + 2 + 2 only, which are less even than three.
+    assert len(planned(1, [3, 3, 2, 2, 2], 6)) == 3
+
+
+@pytest.mark.slow
+def test_a_batch_of_thousands_of_samples_on_a_thousand_ranks_is_planned_in_seconds() -> None:
+    generator = random.Random(1)
+    samples = [min(1 << 20, int(generator.lognormvariate(8.0, 1.6)) + 1) for _ in range(4096)]
+    started = time.process_time()
+    batch = planned(1024, samples, 4096)
+    seconds = time.process_time() - started
+    print(f"{sum(samples)} tokens, {len(batch)} micro-batches, {seconds:.2f} s of processor time")
+    assert seconds < 10
+
+
+def test_the_time_of_a_token() -> None:
+    facts: dict[str, Any] = {"layers": 3, "heads": 2, "head_dim": 5}
+    assert token_pairs(700, **facts) == pytest.approx(6 * 700 / (14 * 3 * 2 * 5))
+    slower = replace(REFERENCE, backward_flops=REFERENCE.flops / 2, block_keys=64, softmax_dims=5.0)
+    assert token_pairs(700, **facts, cluster=slower) == pytest.approx(6 * 700 / (24 * 3 * 2 * 10) + 32)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "too long": ([5, 90, 7], {"max_tokens_per_rank": 40},
+                 r"sample 1 has 90 tokens, and 2 ranks take at most 80: raise max_tokens_per_rank to 45, use more"),
+    "too few": ([60, 60, 60], {"max_tokens_per_rank": 30, "micro_batches": 2},
+                r"micro_batches=2: 180 tokens in samples of up to 60 need 3 micro-batches of at most 60 tokens"),
+    "too many": ([60, 60], {"micro_batches": 3}, r"micro_batches=3: the batch has only 2 samples"),
+    "none": ([], {}, r"batch needs at least one sample"),
+    "empty": ([3, 0], {}, r"sample 1 has 0 tokens; leave it out"),
+    "a word": ([3, "4"], {}, r"sample 1 is '4'; give its number of tokens, or masks\.tree"),
+    "true": ([True], {}, r"sample 0 is True"),
+    "another mask": ([masks.chunked(8)], {}, r"sample 0 has the mask chunked: batch takes lengths and masks\.tree"),
+    "no limit": ([3], {"max_tokens_per_rank": 0}, r"max_tokens_per_rank must be a positive integer or None, got 0"),
+    "no count": ([3], {"micro_batches": 1.5}, r"micro_batches must be a positive integer or None, got 1\.5"),
+    "no time": ([3], {"token_pairs": float("nan")}, r"token_pairs must be a finite number of at least 0, got nan"),
+    "no schedule": ([3], {"schedule": "rings"}, r"rings"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_batches_that_are_refused(case: str) -> None:
+    samples, options, message = REFUSED[case]
+
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match=message):
+            ring.batch(samples, **options)
+
+    run_ranks(2, body)
+
+
+def test_tensors_that_do_not_fit_the_batch() -> None:
+    texts = [torch.zeros(length, dtype=torch.int64) for length in (3, 5, 2)]
+    with Ring() as ring:
+        first, second = ring.batch(torch.tensor([3, 5, 2]), micro_batches=2)
+        assert (first.samples, second.samples) == ((1,), (0, 2))
+        with pytest.raises(InputError, match=r"rank 0: shard takes one tensor per sample of the whole batch, 3, got 2"):
+            first.shard(texts[:2])
+        with pytest.raises(InputError, match=r"rank 0: shard_labels: sample 2 has shape \(3,\); dimension 0 must"):
+            second.shard_labels([texts[0], texts[1], torch.zeros(3, dtype=torch.int64)])
+        (tree,) = ring.batch([masks.tree([-1, 0, 0], [1, 1, 1])])
+        with pytest.raises(InputError, match=r"shard_labels: in a tree .* use seq\.edges"):
+            tree.shard_labels([texts[0]])
