@@ -199,6 +199,28 @@ def step_over_ring(ring: Any, model: Any, data: Batch, layout: str) -> Results:
     return Results(seq.gather(out.logits.detach()), out.loss.detach(), gradients(model))
 
 
+def batch_over_ring(ring: Any, model: Any, data: Batch, most_tokens: int) -> Results:
+    """Return the results of `over_ring`, with each document a sample in micro-batches of up to `most_tokens` tokens."""
+    model, lengths = copy.deepcopy(model), torch.tensor(data.bounds).diff().tolist()
+    texts, labels = ([part.T for part in x.split(lengths, 1)] for x in (data.tokens, data.labels))
+    logits, loss = [torch.empty(0)] * len(lengths), torch.zeros((), dtype=torch.float64)
+    micro_batches = ring.batch(lengths, max_tokens_per_rank=-(-most_tokens // ring.world_size))
+    assert len(micro_batches) > 1
+    for micro in micro_batches:
+        tokens, targets = (micro.shard(x)[0].T.contiguous() for x in (texts, labels))
+        with ring.activate(micro.seq):
+            out = model(
+                input_ids=tokens, position_ids=micro.seq.positions(per_document=True)[None], labels=tokens,
+                shift_labels=targets, num_items_in_batch=data.count,
+            )  # fmt: skip
+            out.loss.backward()
+        loss += out.loss.detach()
+        whole_logits = micro.seq.gather(out.logits.detach()).split([lengths[sample] for sample in micro.samples], 1)
+        for sample, part in zip(micro.samples, whole_logits, strict=True):
+            logits[sample] = part
+    return Results(torch.cat(logits, 1), loss, gradients(model))
+
+
 def gradients(model: Any) -> dict[str, Tensor]:
     """Return the gradients of a model's parameters."""
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -20,7 +20,18 @@ from transformers import CONFIG_MAPPING
 from ringattn import InputError, Ring
 from ringattn.adapters.transformers import prepare
 from ringattn.testing import run_ranks
-from tests.adapters.hybrids import HYBRIDS, Batch, Results, batch, errors, hybrid_model, one_process, over_ring, wide
+from tests.adapters.hybrids import (
+    HYBRIDS,
+    Batch,
+    Results,
+    batch,
+    batch_over_ring,
+    errors,
+    hybrid_model,
+    one_process,
+    over_ring,
+    wide,
+)
 from tests.adapters.processes import call_in_program
 from tests.covering import Cell, covering_cells
 
@@ -61,6 +72,18 @@ def test_results_are_those_of_one_process(name: str, ranks: int, layout: str, ki
         data = data._replace(padding=data.padding[1:].repeat(2, 1), labels=data.labels[1:].repeat(2, 1))
     with wide():
         results = _errors(model, data, ranks, layout)
+    assert {name: error for name, error in results.items() if not error < 1e-8} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in ("qwen3_5_text", "nemotron_h", "mamba2") if name in _KNOWN])
+def test_a_batch_over_all_ranks(name: str, ranks: int):
+    """Scans and convolutions follow the samples of each micro-batch, of which long ones are cut over ranks."""
+    model, data = prepare(hybrid_model(name)), batch((0, 1, 4, 44, 45, 61, 70, 93))
+    with wide():
+        expected = one_process(model, data)
+        results = errors(expected, run_ranks(ranks, lambda ring: batch_over_ring(ring, model, data, 60)), data)
     assert {name: error for name, error in results.items() if not error < 1e-8} == {}
 
 

@@ -34,7 +34,7 @@ from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_train
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program
-from tests.adapters.trainer import CASES, QUICK, RingTrainer, Stream, padded, texts
+from tests.adapters.trainer import CASES, DIVIDED, QUICK, RingTrainer, Stream, padded, texts
 
 TOLERANCE = 1e-9
 
@@ -74,6 +74,13 @@ def test_trainer_over_processes(world_size: int, tmp_path: Path) -> None:
 def test_hybrid_models_over_processes(tmp_path: Path) -> None:
     """Train for twenty steps on padded texts."""
     check_trained(tmp_path, 2, ("qwen3_5_text", "nemotron_h", "kimi_linear"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_divided_batches_over_processes(tmp_path: Path) -> None:
+    """A ring of all processes divides each batch under a limit of tokens per rank; one process has whole batches."""
+    check_trained(tmp_path, 2, DIVIDED)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

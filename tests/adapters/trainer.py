@@ -267,6 +267,9 @@ _TWO = (
     *(f"{case} {BY_CONFIGURATION}" for case in CONFIGURED),
     "packed, sharded by configuration",
 )
+DIVIDED = ("divided", "divided, measured", "divided, qwen3_5_text", "packed, divided, checkpointed",
+           "packed, divided, sharded")  # fmt: skip
+"""Cases with `max_tokens_per_rank`, compared with whole batches in one process. Weights of the last one are sharded."""
 CASES = {
     2: tuple(sorted(_TWO, key=lambda case: "sharded" in case)),
     4: (
@@ -317,7 +320,7 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
     if case.startswith("streamed"):
         args |= {"max_steps": 3, "accelerator_config": {"dispatch_batches": False}}
         trainer |= {"train_dataset": Stream(uneven), "eval_dataset": {"some": Stream(uneven), "all": texts()[:7]}}
-    if case.startswith("measured"):
+    if case.removeprefix("divided, ").startswith("measured"):
         args |= {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "non_padding", "num_train_epochs": 1}
     if "measured" in case:
         trainer |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": likeliest}
@@ -350,9 +353,11 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
         trainer |= {"model": tiny_model("llama", "eager", num_hidden_layers=1)}
     elif "model" not in trainer:
         trainer |= {"model": tiny_model("deepseek_v32" if "selecting" in case else "qwen2", "eager")}
-    if case in HYBRIDS:
+    if (hybrid := case.removeprefix("divided, ")) in HYBRIDS:
         args |= {"max_steps": 20, "gradient_accumulation_steps": 1, "logging_steps": 5, "learning_rate": 1e-3}
-        trainer |= {"model": hybrid_model(case), "train_dataset": texts(), "eval_dataset": texts()[:4]}
+        trainer |= {"model": hybrid_model(hybrid), "train_dataset": texts(), "eval_dataset": texts()[:4]}
+    if "divided" in case and rings:  # the longest text has 31 tokens, and a batch up to 87
+        trainer |= {"max_tokens_per_rank": 16}
     if "LoRA" in case:
         trainer |= {"model": with_lora(trainer["model"])}
     return kind, args, trainer

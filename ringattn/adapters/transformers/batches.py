@@ -97,16 +97,16 @@ def shard_batch(
             "pass the model if it is an encoder-decoder"
         )
     tokens: Tensor = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"]
-    _check_shapes(batch, tokens)
+    check_shapes(batch, tokens)
     with_images = image_positions(model, batch)
     position_ids = batch.get("position_ids")
     # The documents are first determined without position_ids. Whether position_ids define documents depends on the
     # positions that the model computes itself.
-    cuts = _documents({name: x for name, x in batch.items() if name != "position_ids"})
+    cuts = documents_of({name: x for name, x in batch.items() if name != "position_ids"})
     computed = _computed_positions(model, batch, cuts)
     # The model's own positions may restart for reasons other than documents, so they do not define documents.
     if computed is None or position_ids is None or not torch.equal(position_ids.expand_as(computed), computed):
-        cuts = _documents(batch)
+        cuts = documents_of(batch)
     seq = ring.sequence(tokens.shape[1], cu_seqlens=cuts, layout=layout)
     check_every_rank_has_tokens(seq)
     shards = {name: value for name, value in batch.items() if name in WHOLE}
@@ -122,7 +122,7 @@ def shard_batch(
         )
     if "shift_labels" not in shards and batch.get("labels") is not None:
         if shifts:
-            _refuse_first_labels(batch["labels"], seq.documents)
+            refuse_first_labels(batch["labels"], seq.documents)
             shards["shift_labels"] = seq.shard_labels(batch["labels"])
         else:
             _refuse_padded_labels(batch, shifts)
@@ -133,7 +133,7 @@ def shard_batch(
     return seq, shards
 
 
-def _check_shapes(batch: Mapping[str, Any], tokens: Tensor) -> None:
+def check_shapes(batch: Mapping[str, Any], tokens: Tensor) -> None:
     """Raise `InputError` for an input whose dimensions or number of tokens differ from those of `tokens`."""
     for name in (*SHARDED, "labels", "position_ids"):
         x = batch.get(name)
@@ -161,7 +161,7 @@ def _computed_positions(model: Any, batch: Mapping[str, Any], cuts: list[int] | 
     return model_positions(model, {name: x for name, x in inputs.items() if x is not None}, cuts)
 
 
-def _refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> None:
+def refuse_first_labels(labels: Tensor, documents: tuple[int, ...] | None) -> None:
     """Raise `InputError` if a document other than the first begins with a label. `labels`: (rows, tokens)."""
     # Shifting moves the first label of a document to the last token of the document before.
     starts = torch.tensor((documents or ())[1:-1], dtype=torch.int64, device=labels.device)
@@ -201,7 +201,7 @@ def _refuse_padded_labels(batch: Mapping[str, Any], shifts: bool) -> None:
         )
 
 
-def _documents(batch: Mapping[str, Any]) -> list[int] | None:
+def documents_of(batch: Mapping[str, Any]) -> list[int] | None:
     """Return the cumulative lengths of documents, or None for whole rows. Raises InputError if the inputs disagree."""
     cu_seqlens = batch.get("cu_seq_lens_q")
     cuts_by_input: dict[str, list[int] | None] = {

@@ -16,6 +16,7 @@ from copy import copy
 from functools import cache, partial
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -38,7 +39,8 @@ from ringattn.adapters.transformers.loaders import (
     share_training,
 )
 from ringattn.adapters.transformers.memory import refuse_logits
-from ringattn.adapters.transformers.token_labels import LOSSES, loss_name, scaled_means
+from ringattn.adapters.transformers.micro_batches import micro_batches, pairs_per_token
+from ringattn.adapters.transformers.token_labels import LOSSES, loss_name, scaled_means, shifts_labels
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -86,6 +88,8 @@ class RingTrainerMixin:
         args: Arguments of transformers' Trainer.
         ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
+        max_tokens_per_rank: Divide each training batch among micro-batches with at most this number of tokens on a
+            rank, as `Ring.batch` does; the ring has all processes. None: each batch passes through the model at once.
         kwargs: Arguments of transformers' Trainer.
 
     Raises:
@@ -111,7 +115,18 @@ class RingTrainerMixin:
     supported_trl: tuple[str, ...] = ()
     """Trainers of TRL whose custom loss is supported."""
 
-    def __init__(self, *args: Any, ring: Ring | None = None, layout: LayoutName | str = "auto", **kwargs: Any) -> None:
+    max_tokens_per_rank: int | None = None
+    """The most tokens of a rank in a micro-batch of training; None: batches are not divided."""
+
+    def __init__(
+        self,
+        *args: Any,
+        ring: Ring | None = None,
+        layout: LayoutName | str = "auto",
+        max_tokens_per_rank: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.max_tokens_per_rank = max_tokens_per_rank
         arguments = (*args, *kwargs.values())
         with self.created_over(ring_of_arguments(arguments) if ring is None else ring, layout, arguments):
             super().__init__(*args, **kwargs)
@@ -185,6 +200,7 @@ class RingTrainerMixin:
         refuse_loss_of_rows(host)
         refuse_loaders(host)
         refuse_deepspeed(host)
+        refuse_division(host)
         refuse_data(host.train_dataset, host.accelerator)
         refuse_data(host.eval_dataset, host.accelerator, evaluated_by=rings)
         self._prepare_models()
@@ -195,6 +211,38 @@ class RingTrainerMixin:
     def _prepare_models(self) -> None:
         """Prepare the models that a step calls, again if a patch has replaced their forward since."""
         prepare(self.model)  # type: ignore[attr-defined]
+
+    def training_step(self, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of a batch, and add its gradients. With `max_tokens_per_rank`, in micro-batches.
+
+        Args:
+            model: The model.
+            inputs: The whole batch, by name.
+            args: As in Trainer.
+            kwargs: As in Trainer.
+
+        Returns:
+            This rank's part of the loss.
+
+        Raises:
+            InputError: The batch cannot be sharded, see `shard_batch`, or a sample exceeds `max_tokens_per_rank`.
+        """
+        if self.max_tokens_per_rank is None:
+            return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        host: Any = self
+        pairs = pairs_per_token(base_of(host.model), self.ring.machines)
+        parts = micro_batches(self.ring, inputs, self.max_tokens_per_rank, pairs)
+        losses, layout = [], self.layout
+        self.layout = "documents"
+        try:
+            for number, part in enumerate(parts):
+                # Reduce gradients over ranks only after the last part, as Trainer does for accumulated batches.
+                is_last = number == len(parts) - 1
+                with nullcontext() if is_last else host.accelerator.no_sync(model):
+                    losses.append(super().training_step(model, part, *args, **kwargs))  # type: ignore[misc]
+        finally:
+            self.layout = layout
+        return torch.stack(losses).sum()
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Return a prepared model from `model_init`, because `train` creates a new model.
@@ -814,6 +862,30 @@ def refuse_deepspeed(host: Any) -> None:
             "average_tokens_across_devices=False with gradient_accumulation_steps: DeepSpeed without ZeRO divides "
             "gradients by the number of batches of a step a second time; leave it at True, or use a ZeRO stage"
         )
+
+
+def refuse_division(host: Any) -> None:
+    """Raise `UnsupportedError` if `max_tokens_per_rank` would change the loss, or does not fit another option."""
+    if host.max_tokens_per_rank is None:
+        return
+    base, rings = base_of(host.model), host._rings()[0]
+    reason = ""
+    if rings > 1:
+        reason = f"there are {rings} rings, whose micro-batches would differ in number; pass a ring of all processes"
+    elif host.layout not in ("auto", "documents"):
+        reason = f"places samples by layout='documents', but layout={host.layout!r} was passed; leave layout out"
+    elif host.loss_of_shards or has_custom_loss(host):
+        reason = "the loss is not that of Trainer, and may not be a sum over samples; leave the loss or the limit out"
+    elif encoder_of(base) is not None or not shifts_labels(base):
+        reason = f"{type(base).__name__} is not a causal language model; leave it out"
+    elif not host.model_accepts_loss_kwargs:
+        reason = "the loss is the mean over each batch, because model_accepts_loss_kwargs is False; leave it out"
+    elif adds_router_loss(base, {}):
+        reason = "a router loss is that of a whole batch; set output_router_logits=False, or leave the limit out"
+    elif host.accelerator.state.deepspeed_plugin is not None:
+        reason = "DeepSpeed steps once per call of backward; leave it out, and use smaller batches"
+    if reason:
+        raise UnsupportedError(f"max_tokens_per_rank={host.max_tokens_per_rank}: {reason}")
 
 
 def refuse_loaders(host: Any) -> None:
