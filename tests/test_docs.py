@@ -238,7 +238,7 @@ SMALL = ["model=tiny", "tokens=64", "transport=gloo", "timeout_s=120"]
 
 
 def test_every_command_is_valid() -> None:
-    assert len(TRAININGS) == 10
+    assert len(TRAININGS) == 11
     for arguments in TRAININGS:
         assert arguments
         load_train(arguments)

@@ -86,6 +86,9 @@ class TrainConfig:
     tokenizer: str = option("", "tokenizer.json of Hugging Face's tokenizers; empty: bytes are tokens")
     pack_documents: bool = option(False, "fill sequences with whole documents, which do not attend to each other")
     separator: str = option("\n\n", "text that ends each document")
+    max_tokens_per_rank: int | None = option(
+        None, "divide a step's packed documents among micro-batches of at most this many tokens on a rank", least=1
+    )
     curriculum_start_tokens: int | None = option(
         None, "length of the first sequences; doubles until it equals tokens", least=2
     )
@@ -213,8 +216,26 @@ def _check_data(config: TrainConfig) -> None:
             f"micro_batch={config.micro_batch}: packed sequences are processed one by one, because each has its own "
             "documents; leave it out"
         )
+    if config.max_tokens_per_rank is not None:
+        _check_division(config)
     if config.layout in OF_DOCUMENTS and not config.pack_documents:
         raise InputError(f"layout={config.layout}: needs documents; set pack_documents=true")
+
+
+def _check_division(config: TrainConfig) -> None:
+    reason = ""
+    if not config.pack_documents:
+        reason = "divides documents among micro-batches; set pack_documents=true"
+    elif config.replicas > 1:
+        reason = f"uses one ring of all ranks, so replicas={config.replicas} has no place; leave replicas out"
+    elif config.layout not in ("auto", "documents"):
+        reason = f"places documents by layout=documents; leave layout={config.layout} out"
+    elif config.prompt_tokens:
+        reason = f"takes sequences apart, in which prompt_tokens={config.prompt_tokens} are counted; leave one out"
+    elif config.attention == "dilated":
+        reason = "predicts the time of full attention; leave attention=dilated out"
+    if reason:
+        raise InputError(f"max_tokens_per_rank={config.max_tokens_per_rank}: {reason}")
 
 
 def _check_branches(config: TrainConfig) -> None:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, Sequence
+from ringattn.batch import token_pairs
 from ringattn.errors import InputError
-from ringattn.launch.train.config import TrainConfig, doublings
+from ringattn.launch.train.config import TrainConfig, doublings, head_dim
 
 VOCABULARY = 256
 """Number of different tokens of a text without a tokenizer: the values of a byte."""
@@ -149,9 +150,13 @@ def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainCon
     share = batch // config.replicas
     purpose = "dilated" if config.attention == "dilated" else "causal"
     if config.pack_documents:
+        indices = range(step * batch + share * replica, step * batch + share * (replica + 1))
+        sequences = [packed(text, index, length, config.seed) for index in indices]
+        if config.max_tokens_per_rank is not None:
+            documents = [tokens[start:stop] for tokens, cuts in sequences for start, stop in pairwise(cuts)]
+            return divided(ring, documents, text.vocabulary, config)
         parts = []
-        for index in range(share * replica, share * (replica + 1)):
-            tokens, cuts = packed(text, step * batch + index, length, config.seed)
+        for tokens, cuts in sequences:
             seq = ring.sequence(cu_seqlens=cuts, layout=config.layout, for_=purpose)
             parts.append(BatchPart(seq, tokens[None].to(ring.device)))
         return parts
@@ -159,6 +164,30 @@ def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainCon
     tokens = windows(text.tokens, step, batch, length, config.seed)
     tokens = tokens[share * replica : share * (replica + 1)].to(ring.device)
     return [BatchPart(seq, part) for part in tokens.split((config.micro_batch or config.batch) * shorter)]
+
+
+def divided(ring: Ring, documents: list[Tensor], vocabulary: int, config: TrainConfig) -> list[BatchPart]:
+    """Return the documents of a step in micro-batches of nearly equal predicted time, as `Ring.batch` forms them."""
+    model, size = config.model, head_dim(config.model)
+    projections = 2 * (model.heads + model.kv_heads) * size  # q, k, v and output
+    weights = model.dim * (model.layers * (projections + 3 * model.hidden_dim) + vocabulary)
+    pairs = token_pairs(weights, layers=model.layers, heads=model.heads, head_dim=size, cluster=ring.machines)
+    lengths = [len(document) for document in documents]
+    return [
+        BatchPart(micro.seq, torch.cat([documents[sample] for sample in micro.samples])[None].to(ring.device))
+        for micro in ring.batch(lengths, max_tokens_per_rank=config.max_tokens_per_rank, token_pairs=pairs)
+    ]
+
+
+def check_limit(text: Documents, config: TrainConfig, ranks: int) -> None:
+    """Raise `InputError` if a document of the text, cut at the end of a sequence, exceeds `max_tokens_per_rank`."""
+    longest = min(config.tokens, max(stop - start for start, stop in pairwise(text.cuts)))
+    if config.max_tokens_per_rank is not None and longest > config.max_tokens_per_rank * ranks:
+        raise InputError(
+            f"max_tokens_per_rank={config.max_tokens_per_rank}: the text has a document of {longest} tokens, and "
+            f"{ranks} ranks cannot hold it; set max_tokens_per_rank to {-(-longest // ranks)} or more, or use fewer "
+            "tokens"
+        )
 
 
 def windows(text: Tensor, step: int, batch: int, tokens: int, seed: int) -> Tensor:

@@ -29,7 +29,7 @@ from ringattn.launch.folders import FolderLock, locked
 from ringattn.launch.options import leaves
 from ringattn.launch.ranks import place_in_torchrun, restarts_of_torchrun
 from ringattn.launch.train.config import TrainConfig, check_switches
-from ringattn.launch.train.data import Documents, load
+from ringattn.launch.train.data import Documents, check_limit, load
 from ringattn.transport.local import LocalTransport
 
 PROCESS_KEYS = frozenset({"text", "tokenizer", "threads_per_rank", "timeout_s", "limit_s"})
@@ -143,6 +143,7 @@ def load_on_all_ranks(everyone: Ring, ring: Ring, config: TrainConfig) -> Docume
             rings = f"{everyone.world_size} ranks train in rings of {ring.world_size}"
             raise InputError(f"replicas={config.replicas}: {rings}")
         text = load(config)
+        check_limit(text, config, ring.world_size)
     except InputError as error:
         refusal = error
     everyone.check_consistency("what to train", refusal, always=True)

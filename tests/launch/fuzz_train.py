@@ -129,7 +129,7 @@ def _spread(dice: random.Random, plain: TrainConfig, ranks: int) -> TrainConfig:
 
     Draw settings that must not change the losses: layout, recomputation, chunks and micro-batches.
     """
-    return replace(
+    spread = replace(
         plain,
         ranks=ranks,
         layout=dice.choice(["auto", "contiguous", "zigzag", "striped"]),
@@ -137,6 +137,10 @@ def _spread(dice: random.Random, plain: TrainConfig, ranks: int) -> TrainConfig:
         chunked_loss_tokens=dice.choice([None, 1, 5, 16]),
         micro_batch=None if plain.pack_documents else dice.choice([None, 1, 3]),
     )
+    if plain.pack_documents and not plain.prompt_tokens and plain.attention == "full":
+        limit = dice.choice([None, -(-plain.tokens // ranks), plain.tokens])
+        spread = replace(spread, max_tokens_per_rank=limit, layout=spread.layout if limit is None else "auto")
+    return spread
 
 
 # --- the faults: a stop at some call, a loss or gradient that is not finite, a full disk, a damaged file -------------

@@ -124,6 +124,9 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path: Path) -> No
     assert text.tokens.tolist() == ids[0] + ids[1] == [1, 2, 1, 2, 1, 2, 2] and text.cuts == (0, 6, 7)
 
 
+DIVIDED = ["pack_documents=true", "max_tokens_per_rank=9"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,11 +144,47 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path: Path) -> No
             "prompt_tokens=256: leaves no label in a sequence of curriculum_start_tokens=256",
         ),
         (["layout=per_document"], "layout=per_document: needs documents"),
+        (["max_tokens_per_rank=9"], "max_tokens_per_rank=9: divides documents .*; set pack_documents=true"),
+        ([*DIVIDED, "replicas=2", "batch=2"], "max_tokens_per_rank=9: uses one ring .*; leave replicas out"),
+        ([*DIVIDED, "layout=zigzag"], "max_tokens_per_rank=9: places documents by layout=documents; leave layout=z"),
+        ([*DIVIDED, "prompt_tokens=3"], "max_tokens_per_rank=9: takes sequences apart, in which prompt_tokens=3"),
+        (
+            [*DIVIDED, "attention=dilated", "segment_lengths=[64]", "dilation_rates=[1]"],
+            "max_tokens_per_rank=9: .* leave attention=dilated out",
+        ),
     ],
 )
 def test_the_error_of_incompatible_options_begins_with_a_key(arguments: list[str], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         load_train(arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_divided_batches_train_like_whole_sequences_in_one_process(ranks: int) -> None:
+    """Under a limit, each step has several micro-batches, in which documents of all sequences are mixed."""
+    config = replace(TINY, **PACKED, batch=4, steps=3)
+    limit = replace(config, max_tokens_per_rank=-(-80 // ranks))
+    with Ring() as ring:
+        parts = drawn(ring, 0, load(config), 1, replace(limit, max_tokens_per_rank=80))
+    assert len(parts) > 3 and max(part.tokens.numel() for part in parts) <= 80
+    assert sum(part.tokens.numel() for part in parts) == 4 * 61
+    same(run(limit, ranks), alone(config))
+
+
+@pytest.mark.slow
+def test_divided_batches_train_with_a_curriculum_and_recomputation() -> None:
+    config = replace(TINY, **PACKED, tokens=60, batch=2, curriculum_start_tokens=30, curriculum_steps=2, steps=3,
+                     recompute="full", chunked_loss_tokens=7)  # fmt: skip
+    same(run(replace(config, max_tokens_per_rank=20), 3), alone(config))
+
+
+def test_a_document_that_exceeds_the_limit_on_all_ranks() -> None:
+    config = replace(TINY, **PACKED, max_tokens_per_rank=20)
+    with pytest.raises(
+        InputError, match=r"^max_tokens_per_rank=20: .* a document of 61 tokens, .* 2 ranks .* to 31 or"
+    ):
+        run(config, 2)
 
 
 def test_a_text_shorter_than_a_sequence_is_refused_unless_documents_are_packed(tmp_path: Path) -> None:

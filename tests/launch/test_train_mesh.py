@@ -157,6 +157,7 @@ def test_four_processes_on_any_mesh_train_like_one(tmp_path: Path) -> None:
     mesh = replace(MESH, replicas=2, ranks=2, transport="gloo")
     first = replace(mesh, sharding="zero3", micro_batch=1, checkpoint_every_steps=3, out=str(tmp_path / "first"))
     resumed = replace(mesh, resume=saved, out=str(tmp_path / "second"))
+    divided = replace(mesh, replicas=1, ranks=4, pack_documents=True, separator="\n", max_tokens_per_rank=20)
     configs = [
         first,
         replace(resumed, replicas=4, ranks=1, sharding="zero2"),
@@ -171,6 +172,8 @@ def test_four_processes_on_any_mesh_train_like_one(tmp_path: Path) -> None:
         # FSDP reduces these dtypes in another way than float64.
         replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
         replace(mesh, sharding="zero3", dtype="bf16", steps=2),
+        replace(divided, sharding="zero2"),
+        replace(divided, sharding="zero3", transport="shm"),
     ]
     spec = {
         "runs": [asdict(config) for config in configs],
@@ -187,7 +190,7 @@ def test_four_processes_on_any_mesh_train_like_one(tmp_path: Path) -> None:
     for report in reports:
         for result, reference in zip(report["runs"], expected, strict=True):
             same(result, reference)
-        assert [result["first_step"] for result in report["runs"]] == [0, 3, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0]
+        assert [result["first_step"] for result in report["runs"]] == [0, 3, 3, 3, *[0] * 10]
         assert report["reductions"] == report["sharded_parts"]  # two micro-batches, one reduction of each part
     resumed_alone = run(replace(MESH, resume=saved))
     assert resumed_alone["first_step"] == 3
