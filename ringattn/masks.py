@@ -125,8 +125,8 @@ def slices(
             where the first query is aligned with the first key. bi_causal: both causal and inverse_causal.
 
     Returns:
-        The mask. Tokens in no slice attend to nothing. It takes neither `causal` nor a window, and sequences without
-        documents; with `kv_seq`, k_ranges are positions of that sequence.
+        The mask. Tokens in no slice attend to nothing. It takes no window, sequences without documents, and `causal`
+        only if no slice has a key after its query; with `kv_seq`, k_ranges are positions of that sequence.
 
     Raises:
         InputError: The arguments have different lengths, a range is not two ordered positions, a kind is unknown, or a
@@ -369,7 +369,6 @@ class Slices(AttentionMask):
     """See `slices`. `rectangles`: the slices in ascending order, without those that allow no pair."""
 
     rectangles: Rectangles
-    takes_causal = False
 
     def __post_init__(self) -> None:
         if overlap := self.rectangles.overlap():
@@ -388,10 +387,33 @@ class Slices(AttentionMask):
             for q, q_stop, k, k_stop, lo, hi, *_ in self.rectangles.array.tolist()
         )
 
+    @property
+    def takes_causal(self) -> bool:  # type: ignore[override]
+        """See `AttentionMask.takes_causal`."""
+        return self.later_key is None
+
+    @cached_property
+    def later_key(self) -> tuple[int, int] | None:
+        """A query and a key after it to which it attends, or None if `causal` excludes no pair of the slices."""
+        q, _, k, k_stop, lo, *_ = self.rectangles.array.T
+        least = np.maximum(lo, q - k_stop + 1)  # the smallest distance q - k of a pair; every slice has pairs
+        later = np.flatnonzero(least < 0)
+        if not len(later):
+            return None
+        n = later[0]
+        query = int(max(q[n], k[n] + least[n]))
+        return query, query - int(least[n])
+
     def lower(self, frame: Frame) -> Mask:
-        """See `AttentionMask.lower`."""
-        if frame.causal or frame.windowed:
-            raise InputError("masks.slices says which pairs are allowed; leave causal and window out")
+        """See `AttentionMask.lower`. If `causal` excludes no pair, the slices are the same with it and without."""
+        if frame.windowed:
+            raise InputError("masks.slices says which pairs are allowed; leave the window out")
+        if frame.causal and self.later_key is not None:
+            query, key = self.later_key
+            raise InputError(
+                f"masks.slices: query {query} attends to the later key {key}, which causal excludes; leave causal out. "
+                "Where a causal model sets it, pass the pairs as an attention_mask of four dimensions instead"
+            )
         if len(frame.documents) != 1:
             raise InputError("masks.slices needs sequences without documents; give each document slices of its own")
         array = self.rectangles.array

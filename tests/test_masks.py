@@ -130,7 +130,8 @@ SLICES, TREE = masks.slices([(0, 23)], [(0, 9)]), masks.tree([-1, 0, 0], [9, 7, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"causal": True, "mask": SLICES}, "masks.slices says which pairs are allowed; leave causal and window out"),
+        ({"causal": True, "mask": SLICES}, "query 0 attends to the later key 8, which causal excludes"),
+        ({"window": (3, 0), "mask": SLICES}, "masks.slices says which pairs are allowed; leave the window out"),
         ({"mask": masks.slices([(0, 24)], [(0, 9)])}, "q_ranges end at 24, and the sequence has 23 tokens"),
         ({"mask": masks.tree([-1], [9])}, "masks.tree has 9 tokens, and the sequence has 23"),
         ({"mask": TREE, "window": (3, 2)}, "masks.tree never looks ahead; use a window with a right side of 0"),

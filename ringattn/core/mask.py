@@ -96,7 +96,7 @@ class AttentionMask(ABC):
     by_depth: ClassVar[bool] = False
     """Whether distances count along the paths of a tree, not in packed positions, so that ALiBi is refused."""
     takes_causal: ClassVar[bool] = True
-    """Whether the mask combines with `causal`."""
+    """Whether the mask combines with `causal`. Slices do if no query attends to a later key."""
     q_heads: ClassVar[int | None] = None
     """The number of query heads that the mask needs, or None for any."""
 

@@ -34,6 +34,10 @@ SINKS = masks.slices(
     ["causal_from_start", "causal", "bi_causal", "full"],
 )  # fmt: skip
 """Two sink tokens and a window of six tokens, and at the end a block that attends in both directions."""
+CAUSAL = masks.slices(
+    [(0, 27), (2, 8), (8, 27)], [(0, 2), (2, 8), (3, 27)], ["causal_from_start", "causal", "bi_causal"]
+)
+"""The same sinks and window, without a key after its query."""
 EMPTY = masks.slices([(3, 27)], [(3, 27)], "causal")
 """The first three tokens are padding: they attend to nothing."""
 IDS = batches()["plain"]["input_ids"]
@@ -67,9 +71,13 @@ def score(logits: Tensor, real: Tensor, seq: Sequence | None = None) -> Tensor:
 
 
 def error_of(
-    make: Callable[[str], Any], each: tuple[masks.AttentionMask, ...], ranks: int, layout: str, cuts: Any = None
-) -> float:
-    """Return the largest error of a gradient against one process with eager attention and the same table."""
+    make: Callable[[str], Any], each: tuple[masks.AttentionMask, ...], ranks: int, layout: str, cuts: Any = None,
+    carried: bool = False,
+) -> float:  # fmt: skip
+    """Return the largest error of a gradient against one process with eager attention and the same table.
+
+    `carried`: over the ring, the sequence carries the mask, and the call has no table.
+    """
     pairs, positions = inputs(*each)
 
     def alone(model: Any) -> Tensor:
@@ -79,8 +87,12 @@ def error_of(
     def over_ring(ring: Ring, model: Any) -> Tensor:
         seq = ring.sequence(TOKENS if cuts is None else None, cu_seqlens=cuts, layout=layout)
         prepare(model)
+        if carried:
+            seq = seq.with_mask(each[0])
         with ring.activate(seq):
-            out = model(input_ids=seq.shard(IDS), position_ids=seq.shard(positions), attention_mask=pairs)
+            out = model(
+                input_ids=seq.shard(IDS), position_ids=seq.shard(positions), attention_mask=None if carried else pairs
+            )
         return score(out.logits, pairs, seq)
 
     return gradient_error(partial(make, "eager"), alone, over_ring, ranks)
@@ -100,6 +112,10 @@ def test_a_table_equals_one_process(
     name: str, each: tuple[masks.AttentionMask, ...], ranks: int, layout: str
 ) -> None:  # fmt: skip
     assert error_of(lambda attention: tiny_model(name, attention), each, ranks, layout) <= 1e-9
+
+
+def test_causal_slices_of_the_sequence_replace_the_mask_of_a_causal_model() -> None:
+    assert error_of(lambda attention: tiny_model("llama", attention), (CAUSAL,), 2, "zigzag", carried=True) <= 1e-9
 
 
 def test_documents_that_the_table_separates() -> None:
@@ -178,6 +194,15 @@ def test_tables_that_are_not_of_the_whole_sequence() -> None:
             shard_batch(ring, {"input_ids": IDS, "attention_mask": one})
 
     run_ranks(2, body)
+
+
+def test_slices_of_the_sequence_that_a_causal_model_refuses() -> None:
+    def call(seq: Sequence, mask: masks.AttentionMask, name: str) -> None:
+        forward(seq.with_mask(mask), prepare(tiny_model(name, "eager")))
+
+    later = r"query 25 attends to the later key 26, .* as an attention_mask of four dimensions instead"
+    refused_by_all(lambda seq: call(seq, SINKS, "llama"), later, InputError)
+    refused_by_all(lambda seq: call(seq, CAUSAL, "mistral"), "masks.slices .* leave the window out", InputError)
 
 
 def test_tables_that_do_not_combine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,22 @@ def test_slices_that_overlap_are_refused(data: st.DataObject, length: int) -> No
     assert counts[q, k] > 1
 
 
+@given(st.data(), st.integers(0, 12), st.integers(0, 12))
+def test_slices_take_causal_if_it_excludes_none_of_their_pairs(
+    data: st.DataObject, length: int, kv_length: int
+) -> None:
+    """The error names a pair that causal excludes."""
+    value = data.draw(slice_sets(length, kv_length))
+    pairs = plain_counts(length, None, kv_length, None, mask=value.text).pairs[0, 0]
+    if not pairs.triu(1).any():
+        assert make_mask(length, kv_length, mask=value, causal=True) == make_mask(length, kv_length, mask=value)
+        return
+    with pytest.raises(InputError, match="which causal excludes; leave causal out") as error:
+        make_mask(length, kv_length, mask=value, causal=True)
+    q, k = map(int, re.findall(r"query (\d+) attends to the later key (\d+)", str(error.value))[0])
+    assert pairs.triu(1)[q, k]
+
+
 @pytest.mark.parametrize(
     ("options", "band"),
     [
