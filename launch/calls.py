@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from ringattn.core.dilation import check as check_branches
@@ -90,14 +91,19 @@ SoftmaxKeys: Any = make_dataclass(
 """A key for each option of the softmax, as `AttentionOptions` declares it."""
 
 
+UNSCALED = ("slices", "by_head")
+"""Masks that have no form for a sequence of another length."""
+
+
 @dataclass
 class MaskedCallConfig(SoftmaxKeys, CallConfig):
     """One attention call with any mask. It adds the options of the softmax, `mask`, documents and dilated branches."""
 
+    layout: str = option("auto", "which rank owns which tokens", choices=("auto", *LAYOUTS, "mask"))
     mask: str | None = option(
         None,
         "prefix:N, chunked:N, global_tokens:N or bidirectional_blocks:START,END,..., in tokens; can be combined with "
-        "causal and window",
+        "causal and window; or the text of another mask, as 'tree:1024(2*512)'",
     )
     documents: int = option(1, "documents of equal length", least=1)
     cu_seqlens: list[int] | None = option(None, "boundaries of the documents, as [0,100,300]; replaces documents")
@@ -107,7 +113,11 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
     @property
     def length(self) -> int:
         """Return the tokens of the whole sequence."""
-        return self.cu_seqlens[-1] if self.cu_seqlens else CallConfig.length.fget(self)  # type: ignore[attr-defined]
+        if self.cu_seqlens:
+            return self.cu_seqlens[-1]
+        if self.tokens is None and self.mask is not None and self.mask.startswith("tree:"):
+            return self._mask_at(None).tokens
+        return CallConfig.length.fget(self)  # type: ignore[attr-defined]
 
     @property
     def dilated(self) -> bool:
@@ -130,6 +140,11 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             self._check_documents(self.cu_seqlens)
         if self.layout in OF_DOCUMENTS and self.documents == 1 and self.cu_seqlens is None:
             raise InputError(f"layout={self.layout}: needs documents; use documents=8, or another layout")
+        if self.layout == "mask" and (self.mask is None or self.mask.startswith("global_tokens")):
+            raise InputError(
+                "layout=mask: places tokens for a mask that needs no window; set mask, as mask=chunked:1024, or use "
+                "another layout"
+            )
         if (self.segment_lengths is None) != (self.dilation_rates is None):
             key, missing = (
                 ("segment_lengths", "dilation_rates") if self.dilated else ("dilation_rates", "segment_lengths")
@@ -144,9 +159,11 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             )
 
     def _check_mask(self, text: str) -> None:
-        from ringattn import masks
-
-        masks.from_text(text)
+        mask = self._mask_at(None)
+        if text.startswith("tree:") and self.tokens not in (None, mask.tokens):
+            raise InputError(f"tokens={self.tokens}: mask={text} has {mask.tokens} tokens; leave tokens out")
+        if not mask.takes_causal and self.causal:
+            raise InputError(f"mask={text}: attends to later keys; set causal=false")
         if text.startswith(("prefix", "bidirectional_blocks")) and not self.causal:
             raise InputError(f"mask={text}: has no effect with causal=false, where all queries attend to all keys")
         if text.startswith("global_tokens") and self.bounds is None:
@@ -171,8 +188,6 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
         If `length` is less than that of the configured call, window, mask and segments are scaled down by the same
         factor. Tensors are made on `device`.
         """
-        from ringattn import masks
-
         options: dict[str, Any] = {"causal": self.causal, **self.softmax()}
         if "sinks" in options:
             import torch
@@ -187,10 +202,38 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
                 None if size is None else self._scaled(size + 1, length) - 1 for size in self.bounds
             )
         if self.mask is not None:
-            name, _, numbers = self.mask.partition(":")
-            sizes = [n and str(int(n) and self._scaled(int(n), length)) for n in numbers.split(",")]
-            options["mask"] = masks.from_text(f"{name}:{','.join(sizes)}")
+            options["mask"] = self._mask_at(length)
         return options
+
+    def sequence_on(self, ring: Any, length: int, for_: str, layout: str | None = None) -> Any:
+        """Return a sequence of `length` tokens on a ring, in `layout` if given, else in the layout of the call.
+
+        It carries no mask, because the call names its mask.
+        """
+        cuts, layout = self.cu_seqlens_at(length), layout or self.layout
+        if layout != "mask":
+            return ring.sequence(length, cu_seqlens=cuts, layout=layout, for_=for_)
+        return ring.sequence(
+            length, cu_seqlens=cuts, layout=layout, for_="causal" if self.causal else "full", schedule=self.schedule,
+            mask=self._mask_at(length),
+        ).with_mask(None)  # fmt: skip
+
+    def _mask_at(self, length: int | None) -> Any:
+        """Return the mask in a sequence of `length` tokens; None for the length of the call."""
+        from ringattn import masks
+
+        assert self.mask is not None
+        mask = masks.from_text(self.mask)
+        if length is None or length == self.length:
+            return mask
+        if isinstance(mask, masks.Tree):
+            edges = [edge * length // mask.tokens for edge in (*mask.starts, mask.tokens)]
+            return masks.tree(mask.parents, [stop - start for start, stop in pairwise(edges)])
+        name, _, numbers = self.mask.partition(":")
+        if name in UNSCALED:
+            raise InputError(f"mask={self.mask}: {name} cannot be scaled from {self.length} to {length} tokens")
+        sizes = [n and str(int(n) and self._scaled(int(n), length)) for n in numbers.split(",")]
+        return masks.from_text(f"{name}:{','.join(sizes)}")
 
     def cu_seqlens_at(self, length: int) -> list[int] | None:
         """Return the document boundaries in a sequence of `length` tokens; None for one document."""
@@ -236,6 +279,15 @@ class RunConfig(MaskedCallConfig):
     cluster: str = option("", "machines to predict for: a file of ringattn calibrate, or " + ", ".join(CLUSTERS)
                           + "; this machine if not set and calibrated", names=tuple(CLUSTERS))  # fmt: skip
     json: str = json_option()
+
+    def check(self) -> None:
+        """See `MaskedCallConfig.check`."""
+        super().check()
+        if self.mask is not None and self.mask.startswith(UNSCALED):
+            raise InputError(
+                f"mask={self.mask}: the call is checked at a smaller size first, and this mask has no smaller form; "
+                "use ringattn explain or ringattn timeline"
+            )
 
     @property
     def world_size(self) -> int:

@@ -269,7 +269,7 @@ def spelled(words: Sequence[str], *schemas: Any) -> list[str]:
             value = ",".join(_declared(name, known) for name in value.split(","))
             if (ends := [name for name in known if name.lower().endswith(f"-{value.lower()}")]) and value not in known:
                 raise InputError(f"{key}={value}: did you mean {ends[0]}? one of {', '.join(known)}")
-        elif counts_tokens(key):
+        elif counts_tokens(key, value):
             value = with_lengths(key, value)
         result.append(f"{match[1]}{key}={value}")
     return result
@@ -302,10 +302,13 @@ COUNTS = ("segment_lengths", "cu_seqlens", "window", "mask")
 """Keys without `tokens` in their name whose numbers count tokens."""
 
 
-def counts_tokens(key: str) -> bool:
-    """Return whether the numbers in the values of this key count tokens."""
+def counts_tokens(key: str, value: str = "") -> bool:
+    """Return whether the numbers in this value of the key count tokens, and letters behind them are units.
+
+    In the text of slices, the letters are kinds: `slices:0-64x0-32b`.
+    """
     last = key.rpartition(".")[2]
-    return "tokens" in last or last in COUNTS
+    return ("tokens" in last or last in COUNTS) and not value.strip("'\"").startswith("slices:")
 
 
 def with_lengths(key: str, value: str) -> str:
@@ -346,7 +349,7 @@ def notes_on(words: Sequence[str]) -> Iterator[str]:
         if (count := keys.count(key)) > 1:
             yield f"{key} is given {'twice' if count == 2 else f'{count} times'}: {match[0]} is used"
     for key, match in last.items():
-        for length in LENGTH.finditer(match[3]) if counts_tokens(key) else ():
+        for length in LENGTH.finditer(match[3]) if counts_tokens(key, match[3]) else ():
             if length[2] is not None:
                 line = f"{key}={length[0]} is {int(with_lengths(key, length[0])):,} tokens"
                 letter = {"k": "K", "b": "G", "B": "G"}.get(length[2], length[2])

@@ -41,7 +41,8 @@ def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | N
     options = call.options(length)
     kind = "causal" if options["causal"] else "full"
     kind = "dilated" if call.dilated else "window" if "window" in options else kind
-    return ring.sequence(length, cu_seqlens=call.cu_seqlens_at(length), layout=layout or call.layout, for_=kind)
+    seq: Sequence = call.sequence_on(ring, length, kind, layout)
+    return seq
 
 
 def attended(

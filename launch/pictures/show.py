@@ -115,10 +115,7 @@ def explanation_of(config: ExplainConfig) -> Explanation:
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:
             return None
-        seq = ring.sequence(
-            config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,
-            for_="dilated" if config.dilated else "causal",
-        )  # fmt: skip
+        seq = config.sequence_on(ring, config.length, "dilated" if config.dilated else "causal")
         return ring.explain(
             seq,
             batch=config.batch,

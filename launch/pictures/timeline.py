@@ -173,10 +173,8 @@ def explanation_on(ring: Ring, config: MaskedCallConfig, machines: Cluster | Non
 
 def sequence_of(ring: Ring, config: MaskedCallConfig) -> Sequence[Ring]:
     """Return the sequence of the call on the ring."""
-    return ring.sequence(
-        config.length, cu_seqlens=config.cu_seqlens_at(config.length), layout=config.layout,
-        for_="dilated" if config.dilated else "causal",
-    )  # fmt: skip
+    seq: Sequence[Ring] = config.sequence_on(ring, config.length, "dilated" if config.dilated else "causal")
+    return seq
 
 
 def record_rank(ring: Ring, config: TimelineConfig) -> Track:

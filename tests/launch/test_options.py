@@ -142,6 +142,8 @@ def test_repeated_keys_and_token_counts_are_reported(capsys: pytest.CaptureFixtu
         "window_tokens=1Ki is 1,024 tokens",
     ]
     assert load(arguments[:3], PlanConfig).tokens == 2000
+    slices = "mask='slices:0-8x0-8b,0-8x9-16f'"  # the letters are kinds, not units
+    assert not list(notes_on([slices])) and load([slices], ExplainConfig).mask == slices[6:-1]
     assert cli.main(["plan", "tokens=1k", "tokens=2k", "tokn=1"]) == 2
     errors = capsys.readouterr().err
     assert "plan: tokens is given twice: tokens=2k is used\n" in errors and "tokens=1k is" not in errors

@@ -129,6 +129,12 @@ def test_the_words_of_a_run_load_the_same_run() -> None:
             "mask=bidirectional_blocks:3,9: has no effect with causal=false",
         ),
         ("mask=global_tokens:3", "mask=global_tokens:3: has no effect without a window"),
+        ("layout=mask", "layout=mask: places tokens for a mask that needs no window; set mask"),
+        ("layout=mask mask=global_tokens:3 window=[5,0]", "layout=mask: places tokens for a mask that needs no window"),
+        ("mask='slices:0-5x0-5f'", "mask=slices:0-5x0-5f: attends to later keys; set causal=false"),
+        ("mask='slices:0-5x0-5b'", "this mask has no smaller form; use ringattn explain"),
+        ("mask='by_head:4=;4=chunked:3'", "this mask has no smaller form; use ringattn explain"),
+        ("mask='tree:20(10,10)' tokens=7", "tokens=7: mask=tree:20(10,10) has 40 tokens; leave tokens out"),
         ("window=[5]", "window=[5]: write the keys before and after the query"),
         ("segment_lengths=[64]", "segment_lengths: needs dilation_rates; give both or neither"),
         ("dilation_rates=[1]", "dilation_rates: needs segment_lengths; give both or neither"),
@@ -278,6 +284,7 @@ def test_a_calibration_predicts_no_ring_on_several_nodes(tmp_path: Path, monkeyp
         ["mask=chunked:32"],
         ["mask=prefix:16"],
         ["mask='prefix:16,3'", "documents=2"],
+        ["mask='tree:40(50,30)'", "layout=mask", "schedule=all_gather"],
         ["mask=global_tokens:4", "window=[15,0]"],
         ["mask='bidirectional_blocks:3,19,30,110'", "window=[15,0]"],
         ["softcap=2.0", "sinks=[0.5,-1,2,0]", "alibi_slopes=[0.5,0.25,0.125,0.0625]", "documents=2"],
@@ -341,6 +348,9 @@ def test_the_gate_uses_a_smaller_mask_of_the_same_kind() -> None:
     for text, smaller in (("chunked:8k", "chunked:250"), ("prefix:100", "prefix:3"), ("prefix:0", "prefix:0")):
         assert load_run([f"mask={text}", "tokens=32k"]).options(1000)["mask"] == masks.from_text(smaller)
     assert load_run(["mask='prefix:100,'", "tokens=32k"]).options(1000)["mask"] == masks.prefix([3])
+    tree = load_run(["mask='tree:1k(2*500(100),0)'"])
+    assert tree.tokens == 2200 and load_run(words_of(tree)) == tree
+    assert tree.options(110)["mask"] == masks.tree([-1, 0, 1, 0, 3, 0], [50, 25, 5, 25, 5, 0])
 
 
 def test_a_failed_allocation_is_an_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from ringattn.core.mask import make_mask
 from ringattn.core.placement import placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
+from ringattn.launch.config import load
+from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.planner.candidates import how_chosen
 from ringattn.planner.choose import choose_route
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
@@ -144,3 +146,11 @@ def test_a_placement_for_a_mask_is_refused_by_name() -> None:
         with pytest.raises(InputError, match="mask=3 is not a mask"):
             ring.sequence(20, mask=3)  # type: ignore[arg-type]
         assert ring.sequence(20, mask=slices).mask == slices
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_command_explain_places_for_the_mask_and_the_schedule_of_its_call(causal: bool) -> None:
+    arguments = ["ranks=3", "tokens=90", "layout=mask", "mask=chunked:37", "schedule=all_gather"]
+    planned = explanation_of(load([*arguments, f"causal={str(causal).lower()}"], ExplainConfig)).problem
+    mask = make_mask(90, 90, causal=causal, mask=masks.chunked(37))
+    assert planned.mask == mask and planned.q_layout == make_layout("mask", 90, 3, at_once=True, mask=mask)
