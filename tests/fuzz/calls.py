@@ -18,7 +18,8 @@ import ringattn
 from ringattn import masks
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.adapters.torch_ops import ring_attention
-from ringattn.core.layout import make_layout
+from ringattn.core.layout import PLACED, make_layout
+from ringattn.core.mask import make_mask
 from tests.fuzz import inputs, reference
 from tests.fuzz.draw import Case
 
@@ -39,19 +40,23 @@ def on_rank(ring: ringattn.Ring, case: Case) -> list[CallResult]:
 
 
 def sequence(ring: ringattn.Ring, seq: Case, cut_later: bool) -> ringattn.Sequence:
-    """Create the sequence that `seq` describes. With `cut_later`, `with_documents` adds the documents afterwards."""
+    """Create the sequence that `seq` describes. With `cut_later`, `with_documents` adds the documents afterwards.
+
+    A sequence that is placed for a mask carries this mask.
+    """
     if cut_later:
         whole = ring.sequence(seq["length"], layout=seq["layout"], for_=seq["for_"])
         return whole.with_documents(seq["documents"])
     length = None if seq["documents"] is not None and seq["length"] % 2 else seq["length"]
-    named = placed_for(seq) if seq["layout"] == "documents" else "auto"
+    named = placed_for(seq) if seq["layout"] in PLACED else "auto"
+    mask = masks.from_text(seq["mask"]) if seq["layout"] == "mask" and seq["mask"] is not None else None
     return ring.sequence(
-        length, cu_seqlens=seq["documents"], layout=seq["layout"], for_=seq["for_"], schedule=named
+        length, cu_seqlens=seq["documents"], layout=seq["layout"], for_=seq["for_"], schedule=named, mask=mask
     )  # fmt: skip
 
 
 def placed_for(seq: Case) -> str:
-    """Return the schedule for which the layout `documents` places documents; "auto" in older cases, which name none."""
+    """Return the schedule for which the layout of `seq` places tokens; "auto" in older cases, which name none."""
     name = seq.get("schedule", "auto")
     assert isinstance(name, str)
     return name
@@ -60,11 +65,17 @@ def placed_for(seq: Case) -> str:
 def owned(seq: Case, ranks: int) -> list[Tensor]:
     """Return the positions of each rank, as the reference defines them.
 
-    The reference has no layout `documents`, so for this layout the positions are those of the library.
+    The reference has no layouts `documents` and `mask`, so for these the positions are those of the library.
     """
-    if seq["layout"] == "documents" and seq["documents"] is not None:
-        cuts = tuple(seq["documents"])
-        layout = make_layout("documents", cuts[-1], ranks, cuts, at_once=placed_for(seq) == "all_gather")
+    cuts, length = None if seq["documents"] is None else tuple(seq["documents"]), seq["length"]
+    if seq["layout"] == "mask" or (seq["layout"] == "documents" and cuts is not None):
+        mask = masks.from_text(seq["mask"]) if seq["layout"] == "mask" else None
+        placed = None if mask is None else make_mask(
+            length, length, causal=seq["for_"] == "causal" and mask.takes_causal, mask=mask, documents=cuts,
+            kv_documents=cuts, q_heads=mask.q_heads or 1,
+        )  # fmt: skip
+        at_once = placed_for(seq) == "all_gather"
+        layout = make_layout(seq["layout"], length, ranks, cuts, at_once=at_once, mask=placed)
         return [torch.from_numpy(layout.positions(rank)) for rank in range(ranks)]
     name = reference.layout_of(seq["layout"], seq["for_"], seq["documents"])
     return reference.shards(name, seq["length"], ranks, seq["documents"])
@@ -101,8 +112,12 @@ class _Call:
         call, ring = self.call, self.ring
         values = inputs.values(self.case, self.index)
         try:
-            self.seq = sequence(ring, self.change.get("seq", call["seq"]), call["cut_later"])
-            self.kv_seq = sequence(ring, call["kv_seq"], False) if call["kv_seq"] else None
+            described = self.change.get("seq", call["seq"])
+            self.seq = sequence(ring, described, call["cut_later"])
+            carried = call["options"]["mask"] if self._carries_mask else None
+            if carried != (described["mask"] if described["layout"] == "mask" else None):
+                self.seq = self.seq.with_mask(None if carried is None else masks.from_text(carried))
+            self.kv_seq = sequence(ring, call["kv_seq"], False).with_mask(None) if call["kv_seq"] else None
         except ringattn.InputError as error:
             self.refused = f"{type(error).__name__}: {error}"
             return
@@ -138,6 +153,11 @@ class _Call:
             loss = inputs.loss_of(call, self.out, self.lse, values.dout[:, rows], values.dlse[:, :, rows])
             self.loss = loss if loss.requires_grad else None
 
+    @property
+    def _carries_mask(self) -> bool:
+        """Whether the sequence carries the mask of the call, which then does not name it."""
+        return "mask" in self.call["options"] and self.case["seed"] % 2 == 1
+
     def _make_leaves(self, values: inputs.Values, rows: Tensor, k_rows: Tensor) -> None:
         """Create this rank's shards as leaves, in the memory layouts of the case."""
         call, odd_dtype = self.call, self.change.get("dtype")
@@ -171,10 +191,10 @@ class _Call:
         if self.change.get("causal") == "a tensor":
             options["causal"] = torch.ones(2, dtype=torch.bool)
         seq = self.seq
-        if "mask" in options:
+        if self._carries_mask:
+            del options["mask"]
+        elif "mask" in options:
             options["mask"] = masks.from_text(options["mask"])
-            if self.case["seed"] % 2:
-                seq = seq.with_mask(options.pop("mask"))
         if call["via"] == "sdpa":
             with ring.activate(self.seq) if call.get("active") != "around" else nullcontext():
                 heads_first = (x.transpose(1, 2) for x in (q, k, v))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 from typing import Any
 
+from ringattn import masks
+from ringattn.errors import InputError
 from ringattn.schedule.routes import ALIASES, NUMBERED, ROUTES
 
 Case = dict[str, Any]
@@ -92,10 +95,60 @@ def of_documents(r: Random, case: Case) -> Case:
     """Draw a layout that depends on documents; for `documents` also the schedule for which it places them."""
     if maybe(r, 0.5):
         return {"layout": "per_document"}
-    # On a known cluster the planner decides for which schedule "auto" places documents. Without a cluster, "auto"
-    # places them for schedules that run in steps.
-    names = ["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])]
-    return {"layout": "documents", "schedule": r.choice(names)}
+    return {"layout": "documents", "schedule": _placed_for(r, case)}
+
+
+def _placed_for(r: Random, case: Case) -> str:
+    """Draw the schedule for which tokens are placed.
+
+    On a known cluster the planner decides for which schedule "auto" places tokens. Without a cluster, "auto" places
+    them for schedules that run in steps.
+    """
+    return r.choice(["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])])
+
+
+def by_mask(r: Random, case: Case, seq: Case, mask: str | None = None) -> Case:
+    """Draw the arguments of a placement for `mask`, or for a drawn mask of the sequence."""
+    length, whole = seq["length"], seq["documents"] is None
+    if mask is None:
+        texts = [f"chunked:{r.choice([1, 3, 8, 16])}", f"prefix:{r.choice([0, 2, 9])}"]
+        texts += [slices_text(r, length, length), *(tree_text(r, length) for _ in range(3))] if whole else []
+        mask = r.choice(texts) if maybe(r, 0.97) else r.choice([None, "global_tokens:2"])
+    for_ = r.choice(["causal"] * 8 + ["full"] * 3 + ["window"])
+    return {"layout": "mask", "mask": mask, "for_": for_, "schedule": _placed_for(r, case)}
+
+
+def slices_text(r: Random, length: int, kv_length: int, causal: bool = False) -> str:
+    """Return the text of some slices; those that overlap earlier ones are left out.
+
+    `causal`: no query attends to a later key.
+    """
+    items: list[str] = []
+    for _ in range(r.randint(0, 6)):
+        (q, q_stop), (k, k_stop) = (sorted(r.randint(0, end) for _ in range(2)) for end in (length, kv_length))
+        kind = r.choice("fcsib")
+        if causal:  # all keys before the first query, or the keys at the queries
+            square = maybe(r, 0.5) and q_stop <= kv_length
+            k, k_stop = (q, q_stop) if square else sorted(r.randint(0, min(q, kv_length)) for _ in range(2))
+            kind = r.choice("csb") if square else kind
+        item = f"{q}-{q_stop}x{k}-{k_stop}{kind}"
+        try:
+            masks.from_text("slices:" + ",".join([*items, item]))
+        except InputError:
+            continue
+        items.append(item)
+    return "slices:" + ",".join(items)
+
+
+def tree_text(r: Random, length: int) -> str:
+    """Return the text of a tree of some tokens: deep or wide, with empty nodes and several roots."""
+    edges = [0, *sorted(r.randint(0, length) for _ in range(r.choice([0, 1, 2, 3, 5, 8]))), length]
+    parents, path = [], [-1]
+    for node in range(len(edges) - 1):
+        del path[len(path) if maybe(r, 0.4) else r.randint(1, len(path)) :]
+        parents.append(path[-1])
+        path.append(node)
+    return masks.tree(parents, [stop - start for start, stop in pairwise(edges)]).text
 
 
 def sequence(r: Random, case: Case, documents: int | None = None, longest: int = LONGEST) -> Case:
@@ -107,4 +160,5 @@ def sequence(r: Random, case: Case, documents: int | None = None, longest: int =
     layout = "auto" if maybe(r, 0.35) else r.choice(names)
     placed = of_documents(r, case) if layout == "per_document" else {"layout": layout}
     for_ = r.choice(["causal"] * 5 + ["full", "window", "dilated"])
-    return {"length": length, "documents": cuts, "for_": for_} | placed
+    seq = {"length": length, "documents": cuts, "for_": for_} | placed
+    return seq | by_mask(r, case, seq) if maybe(r, 0.08) else seq

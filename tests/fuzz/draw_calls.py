@@ -6,21 +6,23 @@ from itertools import pairwise
 from random import Random
 
 from ringattn import masks
-from ringattn.errors import InputError
 from ringattn.schedule.routes import NUMBERED
 from tests.fuzz.choices import (
     BATCH_LAST,
+    LAYOUTS,
     LONGEST,
     MODES,
-    OF_DOCUMENTS,
     SLOPES,
     STRIDES,
     Case,
+    by_mask,
     divisor,
     maybe,
     of_documents,
     schedule,
     sequence,
+    slices_text,
+    tree_text,
 )
 
 
@@ -75,7 +77,7 @@ def call(r: Random, case: Case) -> Case:
             options["window"] = window(r, options["causal"])
         if maybe(r, 0.15):
             call["kv_seq"] = sequence(r, case, 0 if documents is None else len(documents) - 1)
-    if documents is not None and call["seq"]["layout"] not in (*OF_DOCUMENTS, "auto"):
+    if documents is not None and call["seq"]["layout"] in LAYOUTS:
         call["cut_later"] = maybe(r, 0.3)
     _maybe_bad(r, call)
     plain = not call["bad"] and not call["kv_seq"] and not call["sinks"]
@@ -92,7 +94,7 @@ def call(r: Random, case: Case) -> Case:
     if call["via"] != "ring" and call["uses"]["out"] == "none":
         call["uses"]["out"] = "weighted"
     if kind in ("attention", "processes", "nan"):
-        draw_mask(r, call)
+        draw_mask(r, case, call)
     if kind not in ("order", "disagree") and call["via"] != "sdpa" and maybe(r, 0.15):
         options["alibi_slopes"] = [r.choice(SLOPES) for _ in range(call["heads"][0])]
     small = call["via"] in ("ring", "operator") and call["seq"]["length"] <= 100  # modules draw their own seed
@@ -156,8 +158,11 @@ def _maybe_bad(r: Random, call: Case) -> None:
     call["bad"] = r.choice(bad)
 
 
-def draw_mask(r: Random, call: Case) -> None:
-    """Draw a mask for some calls: chunks, prefixes, global tokens, blocks, slices, a tree, or a mask per head."""
+def draw_mask(r: Random, case: Case, call: Case) -> None:
+    """Draw a mask for some calls: chunks, prefixes, global tokens, blocks, slices, a tree, or a mask per head.
+
+    Some calls with a mask get a sequence that is placed for it.
+    """
     options = call["options"]
     if call["op"] != "attention" or call["via"] == "sdpa":
         return
@@ -166,13 +171,14 @@ def draw_mask(r: Random, call: Case) -> None:
     kv_length = length if call["kv_seq"] is None else call["kv_seq"]["length"]
     whole = call["seq"]["documents"] is None and not options.get("alibi_slopes")
     looks_ahead = options.get("window") and options["window"][1] not in (None, -1, 0)
-    if whole and not options["causal"] and "window" not in options and maybe(r, 0.3):
-        options["mask"] = _slices(r, length, kv_length)
+    if whole and "window" not in options and maybe(r, 0.15 if options["causal"] else 0.3):
+        options["mask"] = slices_text(r, length, kv_length, options["causal"] and maybe(r, 0.9))
     elif whole and call["kv_seq"] is None and not looks_ahead and maybe(r, 0.15):
-        options["mask"] = _tree(r, length)
+        options["mask"] = tree_text(r, length)
     elif whole and call["kv_seq"] is None and not looks_ahead and maybe(r, 0.1):
         first = r.randint(0, call["heads"][0])
-        groups = [(first, _tree(r, length)), (call["heads"][0] - first, r.choice(["", f"chunked:{r.choice(sizes)}"]))]
+        last = r.choice(["", f"chunked:{r.choice(sizes)}"])
+        groups = [(first, tree_text(r, length)), (call["heads"][0] - first, last)]
         options["mask"] = "by_head:" + ";".join(f"{heads}={mask}" for heads, mask in groups if heads)
     elif maybe(r, 0.2):
         options["mask"] = f"chunked:{r.choice(sizes)}"
@@ -188,31 +194,8 @@ def draw_mask(r: Random, call: Case) -> None:
         for start, stop in pairwise(call["seq"]["documents"] or (0, call["seq"]["length"])):
             edges += sorted(r.randint(start, stop) for _ in range(r.choice([0, 2, 4, 6])))
         options["mask"] = masks.BidirectionalBlocks(tuple(edges or (0, 0))).text
-
-
-def _slices(r: Random, length: int, kv_length: int) -> str:
-    """Return the text of some slices; those that overlap earlier ones are left out."""
-    items: list[str] = []
-    for _ in range(r.randint(0, 6)):
-        (q, q_stop), (k, k_stop) = (sorted(r.randint(0, end) for _ in range(2)) for end in (length, kv_length))
-        item = f"{q}-{q_stop}x{k}-{k_stop}{r.choice('fcsib')}"
-        try:
-            masks.from_text("slices:" + ",".join([*items, item]))
-        except InputError:
-            continue
-        items.append(item)
-    return "slices:" + ",".join(items)
-
-
-def _tree(r: Random, length: int) -> str:
-    """Return the text of a tree of some tokens: deep or wide, with empty nodes and several roots."""
-    edges = [0, *sorted(r.randint(0, length) for _ in range(r.choice([0, 1, 2, 3, 5, 8]))), length]
-    parents, path = [], [-1]
-    for node in range(len(edges) - 1):
-        del path[len(path) if maybe(r, 0.4) else r.randint(1, len(path)) :]
-        parents.append(path[-1])
-        path.append(node)
-    return masks.tree(parents, [stop - start for start, stop in pairwise(edges)]).text
+    if "mask" in options and not call["cut_later"] and maybe(r, 0.35):
+        call["seq"] |= by_mask(r, case, call["seq"], options["mask"])
 
 
 def draw_frozen(r: Random, case: Case) -> None:

@@ -58,7 +58,7 @@ def _call(r: Random, case: Case) -> Case:
         options["window"] = r.choice([(0, 0), (2, 0), (None, 0), (0, None if not options["causal"] else 0)])
     if call_["kv_seq"] and choice != "window" and maybe(r, 0.6):
         options["window"] = window(r, options["causal"])
-    draw_mask(r, call_)
+    draw_mask(r, case, call_)
     return call_
 
 

@@ -49,7 +49,7 @@ def on_rank(ring: ringattn.Ring, case: Case) -> LayerResult:
     """Run the layer. Return this rank's shards of out and dx and its part of the weights' gradients, or the refusal."""
     try:
         layer = layer_of(case)
-        seq = sequence(ring, case["seq"], False)
+        seq = sequence(ring, case["seq"], False).with_mask(None)
     except ringattn.InputError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     whole, dout = tensors(case)

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
+from tests.fuzz.reference import slice_pairs
 
 
 def must_refuse(case: Case, call: Case) -> str | None:
@@ -22,8 +23,13 @@ def must_refuse(case: Case, call: Case) -> str | None:
     if options.get("schedule") in ("double_ring", "ulysses_ring") and _nodes_are_uneven(case):
         return f"{options['schedule']} needs equally many ranks on each node"
     for seq in (call["seq"], call["kv_seq"]):
-        if seq and seq["layout"] in OF_DOCUMENTS and seq["documents"] is None:
-            return f"{seq['layout']} needs documents"
+        if seq and (reason := has_no_layout(seq)):
+            return reason
+    kind, _, text = (options.get("mask") or "").partition(":")
+    if kind == "slices" and options["causal"]:
+        lengths = (call["seq"]["length"], (call["kv_seq"] or call["seq"])["length"])
+        if slice_pairs(*lengths, text).triu(1).any():
+            return "slices have keys that causal excludes"
     if "alibi_slopes" in options and "tree" in (options.get("mask") or ""):
         return "distances in a tree are not those of packed positions"
     if options.get("grad") == "detached" and call["sinks"]:
@@ -35,6 +41,22 @@ def must_refuse(case: Case, call: Case) -> str | None:
         branches = zip(options["segment_lengths"], options["dilation_rates"], strict=True)
         if any(w % r and w < longest for w, r in branches):
             return "torchscale moves the rows of later segments"
+    return None
+
+
+def has_no_layout(seq: Case) -> str | None:
+    """Return why no rank can make this sequence, or None."""
+    if seq["layout"] in OF_DOCUMENTS and seq["documents"] is None:
+        return f"{seq['layout']} needs documents"
+    if seq["layout"] != "mask":
+        return None
+    kind = (seq["mask"] or "").partition(":")[0]
+    if kind in ("", "global_tokens"):
+        return "layout=mask needs a mask that needs no window"
+    if seq["for_"] not in ("causal", "full"):
+        return f"for_={seq['for_']} has no meaning for layout=mask"
+    if seq["for_"] == "full" and kind in ("prefix", "bidirectional_blocks"):
+        return f"{kind} needs causal"
     return None
 
 

@@ -101,7 +101,7 @@ def plain_counts(
     into chunks of n tokens, and queries attend to the chunk with the same number. prefix: all queries of a document
     also attend to its first n keys. global_tokens: the first n tokens of both documents are exempt from the window.
     bidirectional_blocks: n are the starts and ends of blocks, whose queries also attend to later keys of their block.
-    slices, tree: see `slice_pairs` and `tree_pairs`. by_head: a mask for each group of heads.
+    slices, tree: see `slice_pairs` and `tree_pairs`; `causal` changes neither. by_head: a mask for each group of heads.
     """
     kind, _, numbers = (mask or "").partition(":")
     if kind == "by_head":

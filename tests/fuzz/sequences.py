@@ -8,28 +8,46 @@ from torch import Tensor
 import ringattn
 from tests.fuzz import reference
 from tests.fuzz.calls import owned, sequence
-from tests.fuzz.choices import OF_DOCUMENTS
+from tests.fuzz.choices import LAYOUTS
 from tests.fuzz.draw import Case
+from tests.fuzz.legal import has_no_layout
 
 
 def on_rank(ring: ringattn.Ring, case: Case) -> None:
     """Check the methods of the case's sequence. Raises AssertionError if one differs from the defining indexing."""
     described, ranks = case["seq"], ring.world_size
-    if described["layout"] in OF_DOCUMENTS and described["documents"] is None:
-        _assert_refused(lambda: sequence(ring, described, False), f"{described['layout']} without documents")
+    if reason := has_no_layout(described):
+        _assert_refused(lambda: sequence(ring, described, False), f"a sequence, and {reason}")
         return
-    later = (
-        case["cut_later"] and described["documents"] is not None and described["layout"] not in ("auto", *OF_DOCUMENTS)
-    )
+    later = case["cut_later"] and described["documents"] is not None and described["layout"] in LAYOUTS
     seq, rows = sequence(ring, described, later), owned(described, ranks)
     local_rows, places = rows[ring.rank], reference.places(described["length"], described["documents"])
     assert sorted(torch.cat(rows).tolist()) == list(range(described["length"])), "the reference's layout"
     assert seq.length == described["length"] and seq.counts == tuple(len(rank_rows) for rank_rows in rows), "counts"
     assert torch.equal(seq.positions(), local_rows), "positions"
-    assert torch.equal(seq.positions(per_document=True), places.within[local_rows]), "positions per document"
+    within, tree = places.within, _tree_of(described)
+    if tree is not None:
+        within = tree.sum(1) - 1
+        _check_edges(seq, tree, rows)
+    assert torch.equal(seq.positions(per_document=True), within[local_rows]), "positions per document"
     assert seq.positions().dtype == torch.int64
     for number, tensor in enumerate(case["tensors"]):
         _check_tensor(ring, seq, case, tensor, rows, places, number)
+
+
+def _tree_of(described: Case) -> Tensor | None:
+    """Return which tokens are on the path of each token, if the sequence has the mask of a tree; otherwise None."""
+    kind, _, text = (described["mask"] or "" if described["layout"] == "mask" else "").partition(":")
+    return reference.tree_pairs(text, None) if kind == "tree" else None
+
+
+def _check_edges(seq: ringattn.Sequence, tree: Tensor, rows: list[Tensor]) -> None:
+    """Check that `edges` leads from each token of this rank to the tokens that follow it."""
+    parents = [max(path.nonzero()[:-1].flatten().tolist(), default=-1) for path in tree]
+    local_rows, tokens = (part.tolist() for part in seq.edges())
+    edges = [(int(rows[seq.ring.rank][row]), token) for row, token in zip(local_rows, tokens, strict=True)]
+    expected = [(parents[token], token) for token in range(len(parents)) if parents[token] in rows[seq.ring.rank]]
+    assert sorted(edges) == sorted(expected) and local_rows == sorted(local_rows), "edges"
 
 
 def gathers_on_rank(ring: ringattn.Ring, case: Case) -> None:
@@ -65,7 +83,9 @@ def _check_tensor(
     leaf = x.requires_grad_() if dtype.is_floating_point else x
     shard = seq.shard(leaf, dim)
     assert torch.equal(shard, x.index_select(dim, local_rows)) and shard.dtype == dtype, "shard"
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point and _tree_of(case["seq"]) is not None:
+        _assert_refused(lambda: seq.shard_labels(x, dim, **ignore), "labels of a tree")
+    elif not dtype.is_floating_point:
         shift = 1 + case["seed"] % 3
         labels = seq.shard_labels(x, dim, **ignore, shift=shift)
         expected = torch.full(shape, ignore.get("ignore_index", -100)).movedim(dim, 0)

@@ -13,8 +13,9 @@ import ringattn
 from ringattn.runtime.states import reach, start_scan
 from tests.fuzz import reference
 from tests.fuzz.calls import modes, sequence
-from tests.fuzz.choices import OF_DOCUMENTS, Case
+from tests.fuzz.choices import Case
 from tests.fuzz.expected import Expected
+from tests.fuzz.legal import has_no_layout
 
 StateResult = dict[str, Any]
 
@@ -22,9 +23,9 @@ StateResult = dict[str, Any]
 def must_refuse(case: Case) -> str | None:
     """Return why the case must be refused, or None."""
     seq = case["seq"]
+    if reason := has_no_layout(seq):
+        return reason
     layout = reference.layout_of(seq["layout"], seq["for_"], seq["documents"])
-    if layout in OF_DOCUMENTS and seq["documents"] is None:
-        return f"there are no documents for {layout}"
     if layout == "striped" and 1 < case["ranks"] < seq["length"]:
         return "a rank has every n-th token"
     return None
@@ -91,7 +92,7 @@ def expected(case: Case) -> dict[str, Expected]:
 def on_rank(ring: ringattn.Ring, case: Case) -> StateResult:
     """Run the recurrences. Return this rank's shards of the output and of the gradients, or the refusal."""
     try:
-        seq = sequence(ring, case["seq"], False)
+        seq = sequence(ring, case["seq"], False).with_mask(None)
         seq.fragments()
     except ringattn.InputError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
