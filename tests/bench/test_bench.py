@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench import choice, clock, dilated, latents, margin, memory, placement, soak, soak_ranks, speed
+from ringattn.bench import choice, clock, dilated, latents, lengths, margin, memory, placement, soak, soak_ranks, speed
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
 from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, distinct_schedules, drawn, flops, judge, tables_of
 from ringattn.bench.clock import Sample
@@ -598,6 +598,41 @@ def test_the_placement_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads((tmp_path / "placement.json").read_text())["0 2"] == data["0 2"]
     assert set(data["0 2"]) == {*placement.LAYOUTS, placement.AT_ONCE}
     assert "rows sent" in capsys.readouterr().out
+
+
+# --- published distributions of lengths ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drawn", lengths.DISTRIBUTIONS, ids=lambda drawn: drawn.name)
+def test_a_batch_has_equal_sequences_of_drawn_documents(drawn: lengths.Distribution) -> None:
+    sequence = drawn.group * drawn.tokens
+    cuts = lengths.draw_batch(drawn, 4 * drawn.group, 7)
+    groups = lengths.groups_of(cuts, sequence)
+    assert [group[-1] for group in groups] == [sequence] * 4
+    whole = [number * sequence + cut for number, group in enumerate(groups) for cut in group]
+    assert sorted({*whole}) == list(cuts)
+    assert sum(map(lengths.pairs_of, groups)) == lengths.pairs_of(cuts)
+    assert cuts != lengths.draw_batch(drawn, 4 * drawn.group, 8)
+
+
+def test_the_figures_of_a_batch() -> None:
+    """The bound counts every pair once, and rows are those that the placement sends."""
+    small = replace(lengths.DISTRIBUTIONS[3], tokens=256, heads=2, kv_heads=1)
+    cluster = replace(lengths.CLUSTERS["h100"], ranks_per_node=2)
+    cuts, figures = lengths.draw_batch(small, 4, 0), lengths.measure(small, 4, 0, cluster)
+    pairs = sum(query + 1 for start, stop in pairwise(cuts) for query in range(stop - start))
+    flops = pairs / 4 * 2 * 128 * 4
+    assert figures.bound_ms == pytest.approx(1e3 * flops * (1 / 648e12 + 2.5 / 561e12))
+    sent = sum(documents_load(cuts, placed_at_once(causal_documents(cuts), cuts[-1], 4)).sent)
+    assert figures.rows == pytest.approx(sent / cuts[-1]) and figures.ours.received == sent * 2 * 128 * 2
+    assert 0 < figures.ours.across < figures.ours.received
+    assert figures.ours.total_ms > figures.one_gpu_ms > figures.bound_ms
+
+
+def test_static_groups_must_divide_the_ranks(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="ranks=12: must be a multiple of 8, the static group of WLB-LLM"):
+        lengths.main(["ranks=12", "seeds=1", f"results={tmp_path}"])
+
 
 
 # --- loss of speed from SMs that are reserved for exchanges ----------------------------------------------------------
