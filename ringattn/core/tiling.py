@@ -9,7 +9,7 @@ in a clipped piece if and only if some allowed pair needs it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import gcd
+from math import gcd, prod
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -88,19 +88,14 @@ class TileTable:
         return len(self.array)
 
     def __iter__(self) -> Iterator[Tile]:
-        for row in self.array.tolist():
-            tile: TileColumns[int] = TileColumns(*row)
-            q, k = (
-                TokenRange(
-                    StridedRange(tile.q_start, tile.q_count, tile.q_stride),
-                    StridedRange(tile.q_row, tile.q_count, tile.q_row_stride),
-                ),
-                TokenRange(
-                    StridedRange(tile.k_start, tile.k_count, tile.k_stride),
-                    StridedRange(tile.k_row, tile.k_count, tile.k_row_stride),
-                ),
-            )
-            yield Tile(q, k, Band(tile.lo, tile.hi), StridedRange(tile.head, tile.heads), tile.first_head)
+        # Tiles are made by `map`, column by column: a loop in Python over the rows takes three times as long.
+        columns: TileColumns[list[int]] = TileColumns(*self.array.T.tolist())
+        q, k = (
+            map(TokenRange, map(StridedRange, start, count, stride), map(StridedRange, row, count, row_stride))
+            for start, stride, count, row, row_stride in (columns[:5], columns[5:10])
+        )
+        heads = map(StridedRange, columns.head, columns.heads)
+        return map(Tile, q, k, map(Band, columns.lo, columns.hi), heads, columns.first_head)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TileTable) and np.array_equal(self.array, other.array)
@@ -124,7 +119,23 @@ class TileTable:
 
     def area(self) -> int:
         """Return the allowed pairs times query heads, summed over the tiles."""
-        return sum(tile.area() for tile in self)
+        counts = self.array[:, [COLUMN_OF[name] for name in ("q_count", "k_count", "heads")]]
+        if (self.q_stride % self.k_stride).any() or prod(counts.max(0, initial=1).tolist()) >= 1 << 62:
+            return sum(tile.area() for tile in self)
+        # The pairs with q - k >= lo, without those with q - k > hi.
+        lower, upper = (self._pairs_at_least(bound) for bound in (self.lo, self.hi + 1))
+        return sum(np.where(self.lo <= self.hi, (lower - upper) * self.heads, 0).tolist())
+
+    def _pairs_at_least(self, lo: Ints) -> Ints:
+        """Return the pairs of each tile with q - k >= lo: `geometry.count_pairs` for whole multiples of the stride."""
+        first, last = self.k_start, self.k_start + (self.k_count - 1) * self.k_stride
+        # Queries before `part` have no key; queries from `full` on have every key. Between the two, the number of keys
+        # grows by `slope` from query to query.
+        part = np.clip(-((self.q_start - lo - first) // self.q_stride), 0, self.q_count)
+        full = np.clip(-((self.q_start - lo - last) // self.q_stride), part, self.q_count)
+        n, slope = full - part, self.q_stride // self.k_stride
+        keys = (self.q_start + part * self.q_stride - lo - first) // self.k_stride + 1
+        return n * (n - 1) // 2 * slope + n * keys + (self.q_count - full) * self.k_count
 
     def take(self, index: Ints | list[int]) -> TileTable:
         """Return the tiles at `index`, an array of indices or booleans."""

@@ -8,6 +8,7 @@ window two per stretch of rows. A stretch has at most one row per key of the win
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,9 @@ class _Block(NamedTuple):
 
 def rectangles(tile: Tile, square_causal_only: bool = False) -> Iterator[Rectangle]:
     """Yield the rectangles of a tile. `square_causal_only`: no causal rectangle has more queries than keys."""
+    if tile.q.rows.count and tile.k.rows.count and tile.is_full():  # most tiles of trees and documents
+        yield Rectangle(tile.q.rows, tile.k.rows, False, False, tile.heads)
+        return
     for part in tile.aligned():
         for block in _blocks(part.q.positions.count, part.k.positions.count, part.index_band()):
             for piece in _squares(block) if square_causal_only else (block,):
@@ -87,7 +91,8 @@ def join_rectangles(parts: list[Rectangle]) -> list[Rectangle]:
     return [*(r for r in rest if r.causal), *_join_queries(_join_keys(full))]
 
 
-def head_groups(heads: StridedRange, group: int) -> Iterator[HeadGroup]:
+@lru_cache
+def head_groups(heads: StridedRange, group: int) -> tuple[HeadGroup, ...]:
     """Cut a range of query heads into parts that a kernel with grouped heads can take.
 
     `group`: query heads per K/V head. A range that starts or ends inside a group gives up to three parts.
@@ -112,7 +117,7 @@ def head_groups(heads: StridedRange, group: int) -> Iterator[HeadGroup]:
             q_heads = heads.pick(StridedRange(start, count))
             parts.append(HeadGroup(q_heads, StridedRange(kv_head, 1)))
         start += count
-    yield from parts
+    return tuple(parts)
 
 
 def _join_keys(full: list[Rectangle]) -> list[Rectangle]:

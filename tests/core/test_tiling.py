@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 
-from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, TokenRange
+from ringattn.core.geometry import CAUSAL, FULL, MOST_TOKENS, UNBOUNDED, Band, StridedRange, Tile, TokenRange
 from ringattn.core.tiling import TileTable, tiles_of
 from tests.strategies import Case, covering, simple
 
@@ -43,7 +45,7 @@ def test_rows_hold_the_positions_they_say(case: Case) -> None:
 def test_every_row_of_a_tile_has_a_partner(case: Case) -> None:
     for rank in range(case.ranks):
         for (_, part), table in tiles_of(case.problem, rank).items():
-            assert len(table) > 0
+            assert len(table) > 0 and table.area() == sum(tile.area() for tile in table)
             q_heads = case.problem.parts[part].q_heads
             for tile in table:
                 pairs = inside(tile)
@@ -70,6 +72,25 @@ def test_causal_zigzag_is_balanced() -> None:
     case = simple("zigzag", 64, 4, causal=True)
     areas = [sum(table.area() for table in tiles_of(case.problem, rank).values()) for rank in range(4)]
     assert areas == [64 * 65 // 2 // 4] * 4
+
+
+def test_the_area_of_a_table_counts_every_pair() -> None:
+    draw, tiles, expected = Random(0), [], 0
+    for _ in range(300):
+        # Query strides are multiples of key strides, as in the closed form; bands may be empty or unbounded.
+        k_stride, slope = draw.randint(1, 3), draw.randint(1, 3)
+        q, k = (
+            StridedRange(draw.randint(0, 12), draw.randint(0, 7), stride) for stride in (k_stride * slope, k_stride)
+        )
+        lo, hi = draw.choice((-UNBOUNDED, draw.randint(-9, 9))), draw.choice((UNBOUNDED, draw.randint(-9, 9)))
+        tile = Tile(TokenRange(q, q), TokenRange(k, k), Band(lo, hi), StridedRange(0, draw.randint(1, 4)))
+        tiles.append(tile)
+        expected += int(inside(tile).sum()) * tile.heads.count
+    assert TileTable.of(tiles).area() == expected
+    # A product of counts beyond 64 bits.
+    whole = StridedRange(0, MOST_TOKENS)
+    causal = Tile(TokenRange(whole, whole), TokenRange(whole, whole), CAUSAL, StridedRange(0, 1))
+    assert TileTable.of([causal] * 3).area() == 3 * MOST_TOKENS * (MOST_TOKENS + 1) // 2
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
