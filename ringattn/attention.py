@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ringattn.core.mask import Banded
 from ringattn.core.problem import FLOATS, Problem
 from ringattn.engine.base import OPTIONAL, BackwardInputs, Engine, Softmax, accumulator_dtype
 from ringattn.engine.philox import MOST_TOKENS
-from ringattn.errors import InputError
+from ringattn.errors import InputError, UnsupportedError
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
@@ -102,6 +103,10 @@ def call_of(
 
     `dilated`: the branches of dilated attention, which replace causal, window and mask of the options.
     """
+    facts = None
+    if kv_seq is None:  # without what is not part of a plan
+        seed = None if options.dropout_seed is None else 0
+        facts = sizes, dtype, device, replace(options, sinks=None, dropout_seed=seed), dilated
     name = str(dtype).removeprefix("torch.")
     problem = make_problem(ring, seq, kv_seq, *sizes, name, dilated or options.pairs)
     check_distances(seq, options)
@@ -109,7 +114,19 @@ def call_of(
     softmax = softmax_of(options, sizes[3], sizes[1], sizes[2], *documents)
     engine = ring.engine_for(device, dtype, sizes[3], sizes[4], softmax)
     route = choose_route(problem, options.schedule, ring.machines)
-    return AttentionCall(problem, route, softmax, engine, dropout_seed_of(options, problem))
+    return AttentionCall(problem, route, softmax, engine, dropout_seed_of(options, problem), facts=facts)
+
+
+def plan_passes(ring: Runtime, seq: Sequence, passes: Iterable[tuple[Any, bool]]) -> None:
+    """Plan these passes, see `Runtime.recent_passes`, over another sequence. Local; any thread may do this.
+
+    A pass that is refused for this sequence is left out: if the call is made, it is refused on all ranks.
+    """
+    for (sizes, dtype, device, options, dilated), backward in passes:
+        with suppress(InputError, UnsupportedError):
+            call = call_of(ring, seq, None, sizes, dtype, device, options, dilated)
+            call.summary()
+            ring.prepare(call, backward)
 
 
 def make_problem(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from numbers import Real
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn import dilated
-from ringattn.attention import attend
+from ringattn.attention import attend, plan_passes
 from ringattn.batch import MicroBatch, make_batch
 from ringattn.core.dilation import Dilated, Offset, check
 from ringattn.core.layout import PLACED, LayoutName, Purpose, causal_documents, make_layout
@@ -279,6 +280,50 @@ class Ring(Runtime):
                     (scale * cross_entropy(logits[0], micro_labels[0], reduction="sum")).backward()
         """
         return make_batch(self, samples, max_tokens_per_rank, micro_batches, token_pairs, schedule)
+
+    def plan_ahead(self, make: Callable[[], Sequence[Ring]]) -> Future[Sequence[Ring]]:
+        """Make and plan the sequence of the next step in a thread, while this step computes. Returns at once; local.
+
+        Use it if masks, documents or lengths change from step to step: placing tokens and planning take milliseconds,
+        which a step otherwise waits for. The thread plans the passes that this ring has run since the last `plan_ahead`
+        (if there are none, since the one before) over the new sequence. These are the calls of the last step: a call
+        that was not among them, one with `kv_seq` and `latent_attention` are planned when they are made. Plans and
+        results are the same as without.
+
+        Args:
+            make: Returns the sequence, a sequence of this ring. It is called in the thread, so it must not make calls
+                of the ring that other ranks take part in.
+
+        Returns:
+            The future of the sequence. Its `result()` waits until the sequence is planned.
+
+        Raises:
+            ClosedError: The ring was closed or has failed. From `result()`: also whatever `make` or planning raised;
+                InputError if `make` did not return a sequence of this ring. A call that is refused for the new sequence
+                is refused when it is made, on all ranks.
+
+        Example:
+            ahead = ring.plan_ahead(lambda: ring.sequence(mask=trees[0], layout="mask"))
+            for step in range(steps):
+                seq = ahead.result()
+                ahead = ring.plan_ahead(lambda: ring.sequence(mask=trees[step + 1], layout="mask"))
+                train(seq)
+        """
+        passes = self.recent_passes()
+
+        def plan() -> Sequence[Ring]:
+            seq = make()
+            if not isinstance(seq, Sequence) or seq.ring is not self:
+                raise InputError(
+                    f"rank {self.rank}: plan_ahead takes a function of a sequence of this ring, got {seq!r}"
+                )
+            plan_passes(self, seq, passes)
+            return seq
+
+        pool = ThreadPoolExecutor(1, "ringattn-plan")
+        future = pool.submit(plan)
+        pool.shutdown(wait=False)  # the thread ends after this plan
+        return future
 
     @overload
     def attention(

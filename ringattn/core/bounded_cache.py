@@ -47,6 +47,9 @@ class BoundedCache(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
     def values(self) -> list[V]:
         """Return all values, the least recently used first."""
         with self._lock:
@@ -60,6 +63,7 @@ class BoundedCache(Generic[K, V]):
                 self._entries[key] = entry
                 return entry.value
         value = make()  # without the lock, because it may take seconds and use this cache
+        self._weigh_newest()  # without the lock, because it takes milliseconds for a large plan
         with self._lock:
             if key not in self._entries:
                 self._add(key, value)
@@ -82,13 +86,24 @@ class BoundedCache(Generic[K, V]):
             for key in [key for key in self._entries if matches(key)]:
                 self.nbytes -= self._entries.pop(key).nbytes
 
+    def _weigh_newest(self) -> None:
+        """Weigh the entry that was added last.
+
+        This is done when the next entry is added, because plans and read sets grow while they are first used.
+        """
+        key = self._newest
+        entry = None if key is None else self._entries.get(key)
+        if key is None or entry is None or entry.nbytes:
+            return
+        nbytes = self._weigh(key, entry.value)
+        with self._lock:
+            if self._entries.get(key) is entry and not entry.nbytes:  # no other thread has weighed or dropped it
+                entry.nbytes = nbytes
+                self.nbytes += nbytes
+
     def _add(self, key: K, value: V) -> None:
         """Add an entry, and drop old entries beyond `CACHE_BYTES`."""
-        # Weigh an entry when the next one is added, because plans and read sets grow while they are first used.
-        newest = self._entries.get(self._newest) if self._newest is not None else None
-        if newest is not None and not newest.nbytes:
-            newest.nbytes = self._weigh(self._newest, newest.value)  # type: ignore[arg-type]
-            self.nbytes += newest.nbytes
+        self._weigh_newest()  # only if another thread has added it since `get` did this
         self._entries[key], self._newest = _Entry(value), key
         oldest = list(self._entries)[:-AT_LEAST] if self.nbytes > CACHE_BYTES else []
         for old in oldest:
@@ -117,6 +132,10 @@ class bounded(Generic[P, R]):
         """Return the result, from the cache if possible."""
         result: R = _shared.get((self, *args, *kwargs.items()), lambda: self._function(*args, **kwargs))
         return result
+
+    def holds(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Return whether the result is in the cache."""
+        return (self, *args, *kwargs.items()) in _shared
 
     def cache_clear(self) -> None:
         """Drop the results of this function."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,7 +49,9 @@ DIRECT_MUST_SAVE = 0.25
 """Share of the ring's rows that `direct` must save before `auto` gives up the ring's neighbor-only traffic."""
 
 _alone = threading.RLock()
-"""Rank threads of one process plan one at a time, so that plans which they share are made once."""
+"""Threads of one process plan one at a time, so that plans which they share are made once."""
+# Another thread may hold the lock while this process is forked.
+os.register_at_fork(after_in_child=lambda: globals().update(_alone=threading.RLock()))
 
 KEEP_AT_MOST = 1 / 8
 """Keep received K and V for backward, instead of sending them again, up to this share of a shard's K and V."""
@@ -74,7 +77,8 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     cluster.check_ranks(problem.world_size)
     if schedule != "auto":
         route_named(schedule)
-    with _alone:
+    # A look-up does not wait for a plan that another thread is making.
+    with nullcontext() if _chosen.holds(problem, schedule, cluster) else _alone:
         return _chosen(problem, schedule, cluster)
 
 

@@ -265,7 +265,8 @@ class Executor:
 
     def held_bytes(self) -> int:
         """Return the bytes of the plan, the engine's tables and the row lists, without the memory of the pool."""
-        lists = [buffer.lists for buffer in self._bound.buffers] if self._bound is not None else []
+        bound = self._bound  # another thread may unbind the buffers
+        lists = [] if bound is None else [buffer.lists for buffer in bound.buffers]
         return held_bytes((self.plan, self.works, self._received, lists))
 
     def unbind(self) -> None:

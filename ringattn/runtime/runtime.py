@@ -55,6 +55,8 @@ class AttentionCall:
     """Used with dropout only. Not part of a plan, because it differs in each step."""
     number: int = field(default=0, compare=False)
     """The number that all ranks gave this call when they compared it; its backward pass refers to it."""
+    facts: Hashable = field(default=None, compare=False)
+    """What makes the same call over another sequence, see `Runtime.recent_passes`; None if this is not supported."""
     graph: bool = field(default=False, compare=False)
     """Whether the outputs carry a graph on every rank, because some rank needs gradients."""
 
@@ -70,6 +72,10 @@ class AttentionCall:
 
 FACT_NAMES = {"problem": "", "softmax": "", "route": "schedule"}
 """How facts of these fields begin in an error; facts of other fields begin with the name of the field."""
+
+
+MOST_PASSES = 64
+"""The most passes of a step that are planned ahead."""
 
 
 @bounded
@@ -122,6 +128,9 @@ class Runtime(ProcessBound):
         self._counters = Counters()
         # Bounded: with new documents in each step, the number of plans has no limit.
         self._executors: BoundedCache[tuple[Any, ...], Executor] = BoundedCache(lambda key, each: each.held_bytes())
+        # The passes since `recent_passes` was called, and those that it returned; None before its first call.
+        self._passes: dict[tuple[Hashable, bool], None] | None = None
+        self._passes_before: tuple[tuple[Hashable, bool], ...] = ()
         self._recording: Recording | None = None
         self._has_warned_of_margin = False
         _open.add(self)
@@ -404,16 +413,51 @@ class Runtime(ProcessBound):
             ClosedError: The ring was closed or has failed.
         """
         self.check_open()
+        if self._passes is not None and call.facts is not None and len(self._passes) < MOST_PASSES:
+            self._passes[call.facts, backward] = None
         key = call.problem, call.route, call.softmax, call.engine, backward
 
         def make() -> Executor:
-            with self.guarded(), torch.inference_mode(False):  # training steps use its tensors, too
-                return Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
+            with self.guarded():
+                return self._new_executor(call, backward)
 
         executor = self._executors.get(key, make)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._executors.keep(key)  # the captured graph contains the addresses of its row lists
         return executor
+
+    def prepare(self, call: AttentionCall, backward: bool) -> None:
+        """Make the executor of a call before its first use. Local; any thread may do this. A failure has no effect.
+
+        Args:
+            call: The call.
+            backward: Whether it is for the backward pass.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+        """
+        self.check_open()
+        key = call.problem, call.route, call.softmax, call.engine, backward
+        self._executors.get(key, lambda: self._new_executor(call, backward))
+
+    def _new_executor(self, call: AttentionCall, backward: bool) -> Executor:
+        with torch.inference_mode(False):  # training steps use its tensors, too
+            return Executor(plan_of(call.problem, call.route, self.rank, backward), call.engine, call.softmax)
+
+    def recent_passes(self) -> tuple[tuple[Hashable, bool], ...]:
+        """Return the passes since the last call of this method, or if there are none, the result of that call.
+
+        Returns:
+            The facts of each call, and whether the pass was backward. The first call of this method returns none.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+        """
+        self.check_open()
+        if self._passes:
+            self._passes_before = tuple(self._passes)
+        self._passes = {}
+        return self._passes_before
 
     def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
         """Begin a pass that `run` continues, see `Executor.begin`. The ring must make no other call before `run`.
