@@ -10,7 +10,7 @@ from ringattn.errors import InputError
 NAMES = (
     "memory", "attention_memory", "training_memory", "speed", "dilated", "prediction", "choice",
     "recording", "hop", "control_store", "launch", "faults", "two_nodes", "makespan", "margin", "shm",
-    "published", "soak", "latents", "state_bytes",
+    "published", "soak", "latents", "state_bytes", "rollouts",
 )  # fmt: skip
 
 

@@ -19,7 +19,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.bench import choice, clock, dilated, latents, lengths, margin, memory, placement, soak, soak_ranks, speed
+from ringattn import masks
+from ringattn.bench import (
+    choice,
+    clock,
+    dilated,
+    latents,
+    lengths,
+    margin,
+    memory,
+    placement,
+    rollouts,
+    soak,
+    soak_ranks,
+    speed,
+)
 from ringattn.bench.baselines import Flash, OurRing, independent, one_process
 from ringattn.bench.choice import FORWARD_FLOPS, Case, ChoiceOptions, distinct_schedules, drawn, flops, judge, tables_of
 from ringattn.bench.clock import Sample
@@ -634,7 +648,6 @@ def test_static_groups_must_divide_the_ranks(tmp_path: Path) -> None:
         lengths.main(["ranks=12", "seeds=1", f"results={tmp_path}"])
 
 
-
 # --- loss of speed from SMs that are reserved for exchanges ----------------------------------------------------------
 
 
@@ -657,6 +670,28 @@ def test_latents_are_a_71st_of_the_keys_of_deepseek(tmp_path: Path):
     latents.main(["tokens=4096", "per_node=8", f"results={tmp_path}"])
     ((*_, sent, keys, _, _, auto),) = json.loads((tmp_path / "latents.json").read_text())["rows"]
     assert float(keys) / float(sent) == pytest.approx(128 * 320 / 576, rel=1e-3) and auto == "latents"
+
+
+@pytest.mark.slow
+def test_pairs_of_rollouts_are_those_of_the_formulas(tmp_path: Path) -> None:
+    sizes = ["prompt_tokens=512", "answers=4", "answer_tokens=32", "ranks=2", "repeats=1", "schedules=all_gather"]
+    rollouts.main([*sizes, f"results={tmp_path}"])
+    by_rank = json.loads((tmp_path / "rollouts.json").read_text())["2"]
+    pairs = {name: sum(rank["pairs"][name] for rank in by_rank) for name in ("all_gather", "row")}
+    assert pairs["row"] == 544 * 545 // 2
+    assert pairs["all_gather"] == 512 * 513 // 2 + 4 * (32 * 512 + 32 * 33 // 2)
+
+
+def test_the_gate_of_rollouts_compares_with_separate_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(2, rollouts.check)
+
+    def chain(prompt_tokens: int, answers: int, answer_tokens: int) -> masks.Tree:
+        """Return a tree in which each answer follows the one before."""
+        return masks.tree(range(-1, answers), [prompt_tokens, *[answer_tokens] * answers])
+
+    monkeypatch.setattr(rollouts, "tree_of", chain)
+    with pytest.raises(GateError, match="differs from separate rows"):
+        run_ranks(2, rollouts.check)
 
 
 @pytest.mark.parametrize(("by", "message"), [(2.0, "a margin of 4"), (0.5, "a margin of 4")])
