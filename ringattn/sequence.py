@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -222,8 +222,14 @@ class Sequence(Generic[RingType]):
         """
         dim = self._whole(x, dim, "shard")
         runs = self.layout.shards[self.ring.rank]
-        along: tuple[slice, ...] = (slice(None),) * dim
-        pieces = [x[(*along, slice(run.start, run.stop, run.stride))] for run in runs]
+        if any(run.stride > 1 for run in runs):
+            along: tuple[slice, ...] = (slice(None),) * dim
+            pieces = [x[(*along, slice(run.start, run.stop, run.stride))] for run in runs]
+        else:
+            # Parts of a split have one gradient together; each slice would have one of the size of x.
+            cuts = sorted({0, self.length, *(cut for run in runs for cut in (run.start, run.stop))})
+            parts = dict(zip(cuts, x.split([stop - start for start, stop in pairwise(cuts)], dim), strict=False))
+            pieces = [parts[run.start] for run in runs]
         return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
     @untraced
@@ -376,19 +382,54 @@ def _dimension(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
+RANGE_BYTES = 1 << 16
+"""If the ranges of a shard have this mean size or more, `gather` sends each as a message; else all of them in one."""
+
+Piece = tuple[slice, slice | Tensor]
+"""Rows of a shard and their positions in the whole sequence."""
+
+
+def _pieces(seq: Sequence, rank: int, full: Tensor) -> list[Piece]:
+    """Return the ranges of a rank's shard of `full`, whose first dimension has the tokens, or one piece if small."""
+    runs = seq.layout.shards[rank]
+    row_bytes = full[:1].numel() * full.element_size()
+    if len(runs) > 1 and len(runs) * RANGE_BYTES > seq.counts[rank] * row_bytes:
+        return [(slice(0, seq.counts[rank]), torch.from_numpy(seq.layout.positions(rank)))]
+    ends = accumulate(run.count for run in runs)
+    return [
+        (slice(end - run.count, end), slice(run.start, run.stop, run.stride))
+        for run, end in zip(runs, ends, strict=True)
+    ]
+
+
 class _Gather(torch.autograd.Function):
-    """The gather of all shards, in order. Backward sums the gradients of a shard at its owner, in rank order."""
+    """The gather of all shards, in order. Backward sums the gradients of a shard at its owner, in rank order.
+
+    Each piece of a shard is a message. A contiguous piece of the whole tensor is received and sent where it is.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor | None, seq: Sequence, dim: int, number: int) -> Tensor:
         ctx.seq, ctx.dim, ctx.number = seq, dim, number
         ring = seq.ring
         local = x.detach().movedim(dim, 0).contiguous()
-        parts = [local.new_empty(count, *local.shape[1:]) for count in seq.counts]
-        parts[ring.rank] = local
-        _exchange(ring, [local] * ring.world_size, parts, "gather")
         full = local.new_empty(seq.length, *local.shape[1:])
-        full[torch.from_numpy(seq.layout.order()).to(full.device)] = torch.cat(parts)
+        pieces = [_pieces(seq, rank, full) for rank in range(ring.world_size)]
+        sent = [local[rows] for rows, _ in pieces[ring.rank]]
+        copies = [(positions, part) for (_, positions), part in zip(pieces[ring.rank], sent, strict=True)]
+        received = list[list[Tensor]]()
+        for rank in range(ring.world_size):
+            received.append([])
+            for rows, positions in pieces[rank] if rank != ring.rank else ():
+                if isinstance(positions, slice) and positions.step == 1:
+                    part = full[positions]
+                else:
+                    part = local.new_empty(rows.stop - rows.start, *local.shape[1:])
+                    copies.append((positions, part))
+                received[rank].append(part)
+        _exchange(ring, [sent] * ring.world_size, received, "gather")
+        for positions, part in copies:
+            full[positions] = part
         # Detach, so that the result is not a view: autograd forbids in-place changes of a function's view outputs.
         return full.movedim(0, dim).detach()
 
@@ -397,23 +438,33 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         seq, ring = ctx.seq, ctx.seq.ring
         full = grad.movedim(ctx.dim, 0)
-        order = torch.from_numpy(seq.layout.order()).to(grad.device)
-        parts = [part.contiguous() for part in full[order].split(seq.counts)]
-        local = parts[ring.rank]
-        received = [local if rank == ring.rank else torch.empty_like(local) for rank in range(ring.world_size)]
+        own = _pieces(seq, ring.rank, full)
+        sent, received, parts = list[list[Tensor]](), list[list[Tensor]](), list[Tensor]()
+        for rank in range(ring.world_size):
+            pieces = _pieces(seq, rank, full) if rank != ring.rank else []
+            sent.append([full[positions].contiguous() for _, positions in pieces])
+            parts.append(full.new_empty(seq.counts[ring.rank], *full.shape[1:]))
+            received.append([parts[rank][rows] for rows, _ in own])
         ring.check_consistency("gather", backward_of=ctx.number)
-        _exchange(ring, parts, received, "gradient of gather")
-        total = received[0].clone()
-        for part in received[1:]:
-            total += part
+        _exchange(ring, sent, received, "gradient of gather")
+        total = parts[0]
+        if ring.rank == 0:
+            for rows, positions in own:
+                total[rows] = full[positions]
+        for rank, part in enumerate(parts[1:], 1):
+            if rank != ring.rank:
+                total += part
+                continue
+            for rows, positions in own:
+                total[rows] += full[positions]
         return total.movedim(0, ctx.dim), None, None, None, None
 
 
-def _exchange(ring: Any, sends: Many[Tensor], recvs: Many[Tensor], label: str) -> None:
-    """Send sends[r] to every other rank r, and receive recvs[r] from it. Skip empty tensors."""
+def _exchange(ring: Any, sends: Many[Many[Tensor]], recvs: Many[Many[Tensor]], label: str) -> None:
+    """Send sends[r] to every other rank r, and receive recvs[r] from it, in order. Skip empty tensors."""
     peers = [rank for rank in range(ring.world_size) if rank != ring.rank]
     with ring.guarded():
         ring.transport.exchange(
-            [Message(peer, sends[peer], label) for peer in peers if sends[peer].numel()],
-            [Message(peer, recvs[peer], label) for peer in peers if recvs[peer].numel()],
-        ).wait()
+            *([Message(peer, part, label) for peer in peers for part in parts[peer] if part.numel()]
+              for parts in (sends, recvs))
+        ).wait()  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import DisagreementError, InputError, Ring
+from ringattn import DisagreementError, InputError, Ring, sequence
 from ringattn.core.geometry import MOST_TOKENS
 from ringattn.core.layout import LAYOUTS
 from ringattn.testing import run_ranks
@@ -33,6 +33,31 @@ def test_the_drawn_sequences_cover_every_layout_and_number_of_ranks() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shards_positions_gathers_gradients_and_labels(seed: int) -> None:
     assert error_of(draw(seed)) is None
+
+
+@pytest.mark.parametrize("range_bytes", [1, 1 << 16], ids=["a message per range", "a message per rank"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gathers_and_gradients_of_many_ranges(dim: int, range_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "RANGE_BYTES", range_bytes)
+    full = torch.arange(2 * 40 * 3, dtype=torch.float64).view(2, 40, 3).movedim(1, dim).contiguous()
+
+    def body(ring: Ring) -> list[tuple[Tensor, Tensor, Tensor]]:
+        results = []
+        for layout in LAYOUTS:
+            seq = ring.sequence(cu_seqlens=[0, 3, 4, 9, 20, 33, 40], layout=layout)
+            x = full.clone().requires_grad_()
+            part = seq.shard(x, dim)
+            (of_shard,) = torch.autograd.grad(part, x, seq.shard(full, dim))
+            gathered = seq.gather(part, dim)
+            (of_part,) = torch.autograd.grad(gathered, part, (ring.rank + 1) * full)
+            results.append((gathered.detach(), of_shard, of_part - 6 * seq.shard(full, dim)))
+        return results
+
+    by_rank = run_ranks(3, body)
+    for gathered, _, difference in (result for results in by_rank for result in results):
+        assert torch.equal(gathered, full) and not difference.any()
+    for gradients in zip(*([of_shard for _, of_shard, _ in results] for results in by_rank), strict=True):
+        assert torch.equal(sum(gradients), full)  # each rank has the gradient at its tokens and zeros elsewhere
 
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
