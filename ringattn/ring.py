@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from numbers import Real
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ from ringattn.transport.base import Transport
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.rendezvous import TransportName, open_transport, refusals_published
 from ringattn.transport.untraced import untraced
+
+Planned = TypeVar("Planned", bound=Sequence[Any] | tuple[MicroBatch, ...])
+"""What `Ring.plan_ahead` plans."""
 
 
 class Ring(Runtime):
@@ -281,8 +284,8 @@ class Ring(Runtime):
         """
         return make_batch(self, samples, max_tokens_per_rank, micro_batches, token_pairs, schedule)
 
-    def plan_ahead(self, make: Callable[[], Sequence[Ring]]) -> Future[Sequence[Ring]]:
-        """Make and plan the sequence of the next step in a thread, while this step computes. Returns at once; local.
+    def plan_ahead(self, make: Callable[[], Planned]) -> Future[Planned]:
+        """Make and plan the next sequence or batch in a thread, while this step computes. Returns at once; local.
 
         Use it if masks, documents or lengths change from step to step: placing tokens and planning take milliseconds,
         which a step otherwise waits for. The thread plans the passes that this ring has run since the last `plan_ahead`
@@ -291,15 +294,15 @@ class Ring(Runtime):
         results are the same as without.
 
         Args:
-            make: Returns the sequence, a sequence of this ring. It is called in the thread, so it must not make calls
-                of the ring that other ranks take part in.
+            make: Returns a sequence of this ring, or the micro-batches of `batch`. It is called in the thread, so it
+                must not make calls of the ring that other ranks take part in.
 
         Returns:
-            The future of the sequence. Its `result()` waits until the sequence is planned.
+            The future of what `make` returns. Its `result()` waits until that is planned.
 
         Raises:
             ClosedError: The ring was closed or has failed. From `result()`: also whatever `make` or planning raised;
-                InputError if `make` did not return a sequence of this ring. A call that is refused for the new sequence
+                InputError if `make` did not return sequences of this ring. A call that is refused for the new sequence
                 is refused when it is made, on all ranks.
 
         Example:
@@ -311,14 +314,17 @@ class Ring(Runtime):
         """
         passes = self.recent_passes()
 
-        def plan() -> Sequence[Ring]:
-            seq = make()
-            if not isinstance(seq, Sequence) or seq.ring is not self:
-                raise InputError(
-                    f"rank {self.rank}: plan_ahead takes a function of a sequence of this ring, got {seq!r}"
-                )
-            plan_passes(self, seq, passes)
-            return seq
+        def plan() -> Planned:
+            made = make()
+            for part in made if isinstance(made, tuple) else [made]:
+                seq = part.seq if isinstance(part, MicroBatch) else part
+                if not isinstance(seq, Sequence) or seq.ring is not self:
+                    raise InputError(
+                        f"rank {self.rank}: plan_ahead takes a function that returns a sequence or a batch of this "
+                        f"ring, got {made!r}"
+                    )
+                plan_passes(self, seq, passes)
+            return made
 
         pool = ThreadPoolExecutor(1, "ringattn-plan")
         future = pool.submit(plan)

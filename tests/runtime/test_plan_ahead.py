@@ -112,6 +112,25 @@ def test_a_sequence_is_planned_while_its_predecessor_is_in_use() -> None:
         assert made == 0 and all(map(torch.equal, results, want))
 
 
+def test_all_micro_batches_are_planned() -> None:
+    def body(ring: Ring) -> list[int]:
+        ring.plan_ahead(lambda: ring.sequence(TOKENS)).result()  # from here on, passes are remembered
+        train_on(ring, [ring.sequence(TOKENS)])
+        batch = ring.plan_ahead(lambda: ring.batch([30, 20, 40, 10], micro_batches=3)).result()
+        before = len(executors(ring))
+        train_on(ring, [micro.seq for micro in batch])
+        train_on(ring, [ring.batch([30, 29, 41], micro_batches=1)[0].seq])
+        return [len(batch), before, len(executors(ring)) - before]
+
+    def train_on(ring: Ring, sequences: list[Sequence[Ring]]) -> None:
+        for seq in sequences:
+            x = torch.ones(1, seq.counts[ring.rank], 2, 8, requires_grad=True)
+            ring.attention(x, x, x, seq, causal=True).sum().backward()
+
+    # A forward and a backward pass of each sequence; those of the last one were not planned ahead.
+    assert run_ranks(RANKS, body, engine="plain") == [[3, 8, 2]] * RANKS
+
+
 def test_failures_in_the_thread_are_raised_by_result(monkeypatch: pytest.MonkeyPatch) -> None:
     with Ring(engine="plain") as ring:
 
@@ -120,9 +139,9 @@ def test_failures_in_the_thread_are_raised_by_result(monkeypatch: pytest.MonkeyP
 
         with pytest.raises(ZeroDivisionError, match="no such batch"):
             ring.plan_ahead(fails).result()
-        with pytest.raises(InputError, match="a sequence of this ring, got 3"):
+        with pytest.raises(InputError, match="a sequence or a batch of this ring, got 3"):
             ring.plan_ahead(lambda: 3).result()  # type: ignore[arg-type, return-value]
-        with Ring(engine="plain") as other, pytest.raises(InputError, match="a sequence of this ring"):
+        with Ring(engine="plain") as other, pytest.raises(InputError, match="a batch of this ring"):
             ring.plan_ahead(lambda: other.sequence(TOKENS)).result()
         seq = ring.sequence(TOKENS)
         step(ring, seq, 0, causal=True)
