@@ -17,6 +17,9 @@ from torch.nn.functional import cross_entropy
 from ringattn import InputError, MicroBatch, Ring, masks
 from ringattn.adapters.loss import loss_scale
 from ringattn.batch import make_batch, token_pairs
+from ringattn.core.layout import causal_documents
+from ringattn.core.problem import Problem
+from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import REFERENCE
 from ringattn.testing import run_ranks
 
@@ -190,14 +193,17 @@ def test_times_are_even_and_no_rank_exceeds_the_limit(seed: int) -> None:
     times = [6 * 7.5e9 / (14 * 32 * 32 * 128) * length + length * (length + 1) / 2 for length in samples]
     fewest = planned(ranks, samples, most)
     more = planned(ranks, samples, most, micro_batches=-(-11 * len(fewest) // 10))
-    assert max(micro.pairs for micro in more) <= 1.05 * max(sum(times) / len(more), *times)
+    ratios = []
     for batch in (fewest, more):
+        ratios.append(max(micro.pairs for micro in batch) / max(sum(times) / len(batch), *times))
         assert sorted(sample for micro in batch for sample in micro.samples) == list(range(count))
         for micro in batch:
             assert max(micro.seq.counts) <= most
             assert micro.pairs == pytest.approx(sum(times[sample] for sample in micro.samples), rel=1e-9)
             lengths = [stop - start for start, stop in pairwise(micro.seq.documents or ())]
             assert lengths == [samples[sample] for sample in micro.samples]
+    print("largest time over the bound: {:.4f} with as few as possible, {:.4f} with a tenth more".format(*ratios))
+    assert ratios[1] <= 1.05
 
 
 def test_the_number_of_micro_batches() -> None:
@@ -219,6 +225,15 @@ def test_a_batch_of_thousands_of_samples_on_a_thousand_ranks_is_planned_in_secon
     batch = planned(1024, samples, 4096)
     seconds = time.process_time() - started
     print(f"{sum(samples)} tokens, {len(batch)} micro-batches, {seconds:.2f} s of processor time")
+    assert seconds < 10
+    started = time.process_time()
+    for micro in batch:
+        layout, mask = micro.seq.layout, causal_documents(micro.seq.documents or ())
+        problem = Problem(layout, layout, mask, 1, 32, 8, 128, 128, "bfloat16")
+        route = choose_route(problem, "auto", REFERENCE)
+        assert all(plan_of(problem, route, 0, backward).steps for backward in (False, True))
+    seconds = (time.process_time() - started) / len(batch)
+    print(f"attention of a micro-batch: {seconds:.2f} s to choose the schedule and to plan a rank")
     assert seconds < 10
 
 
