@@ -222,11 +222,11 @@ class Sequence(Generic[RingType]):
         """
         dim = self._whole(x, dim, "shard")
         runs = self.layout.shards[self.ring.rank]
-        if any(run.stride > 1 for run in runs):
+        if len(runs) == 1 or any(run.stride > 1 for run in runs):
             along: tuple[slice, ...] = (slice(None),) * dim
             pieces = [x[(*along, slice(run.start, run.stop, run.stride))] for run in runs]
         else:
-            # Parts of a split have one gradient together; each slice would have one of the size of x.
+            # All parts of a split have one gradient together, but each slice would have one of the size of x.
             cuts = sorted({0, self.length, *(cut for run in runs for cut in (run.start, run.stop))})
             parts = dict(zip(cuts, x.split([stop - start for start, stop in pairwise(cuts)], dim), strict=False))
             pieces = [parts[run.start] for run in runs]
