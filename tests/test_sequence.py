@@ -25,7 +25,7 @@ SEEDS = list(islice((seed for seed in count() if kind_of(seed) == "sequences"), 
 
 def test_the_drawn_sequences_cover_every_layout_and_number_of_ranks() -> None:
     cases = [draw(seed) for seed in SEEDS]
-    assert {case["seq"]["layout"] for case in cases} == {"auto", *LAYOUTS}
+    assert {case["seq"]["layout"] for case in cases} == {"auto", "mask", *LAYOUTS}
     assert {case["ranks"] for case in cases} >= {1, 2, 3, 4}
     assert {tensor["wrong"] for case in cases for tensor in case["tensors"]} == {-1, 0, 1}
 
