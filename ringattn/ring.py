@@ -309,8 +309,9 @@ class Ring(Runtime):
             ahead = ring.plan_ahead(lambda: ring.sequence(mask=trees[0], layout="mask"))
             for step in range(steps):
                 seq = ahead.result()
+                loss = forward(seq)
                 ahead = ring.plan_ahead(lambda: ring.sequence(mask=trees[step + 1], layout="mask"))
-                train(seq)
+                loss.backward()
         """
         passes = self.recent_passes()
 
