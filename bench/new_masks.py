@@ -2,8 +2,8 @@
 
 Run `python -m ringattn.bench.new_masks [key=value ...]`. Each step draws a new tree (or new documents), and runs the
 same layers over it, forward and backward. The stall is the time until the first layer has run, from the first line of
-the step, minus the median time of the other layers. It includes the placement of tokens and the wait for the thread,
-which begins with the second layer.
+the step, minus the median time of the other layers. It includes the placement of tokens and the wait for the thread.
+`plan_ahead` is called after the first layer.
 Steps with and without `plan_ahead` alternate in blocks on the same ranks. The gate: outputs and gradients of both are
 equal bit by bit, on every rank and in every step.
 """
@@ -33,8 +33,8 @@ from ringattn.ring import Ring
 from ringattn.sequence import Sequence as ShardedSequence
 
 BLOCK, UNCOUNTED = 7, 2
-"""The number of steps in a row with, or without, `plan_ahead`, and of the first ones that are not counted: no step
-before them tells which passes to plan."""
+"""The number of steps in a row with, or without, `plan_ahead`, and of the first ones that are not counted: no pass
+has run before them that could be planned."""
 TIMES = ("stall", "stall_cpu", "step")
 
 
