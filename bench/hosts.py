@@ -272,6 +272,7 @@ class RailedNodes:
         environment = {
             **os.environ, "RANK": str(rank), "WORLD_SIZE": str(NODES * self.places), "LOCAL_RANK": str(place),
             "MASTER_ADDR": STORE, "MASTER_PORT": PORT, "PYTHONFAULTHANDLER": "1", "GLOO_SOCKET_IFNAME": f"rail{place}",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }  # fmt: skip
         with Path(folder, f"errors{rank}").open("w", encoding="utf-8") as errors:
             return subprocess.Popen(

@@ -2,13 +2,16 @@
 
 Under `-m gpu` it also prints the reason of each failure at once, because a run may be cut off before its end.
 
+A test that leaves variables of a job in the environment fails: rings of later tests in its process would read them.
+
 This code is not in `conftest.py`, because `conftest.py` is part of the digests of `unchanged.py`. This code does not
-affect the outcome of a test, so that a change of it must not change a digest.
+affect what a test computes, so that a change of it must not change a digest.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
 from collections.abc import Generator
@@ -18,6 +21,9 @@ import pytest
 from tests.unchanged import GROUPS, is_unchanged
 
 BEFORE = pytest.StashKey[float]()
+JOB = pytest.StashKey[dict[str, str]]()
+JOB_NAMES = "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "RINGATTN_", "NCCL_", "GLOO_"
+"""How the names of the environment variables begin that decide how a ring opens."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,10 +63,15 @@ def core_s() -> float:
     return process_s + (forking.core_s() if forking else 0.0)
 
 
+def job_variables() -> dict[str, str]:
+    """Return the environment variables that decide how a ring opens."""
+    return {name: value for name, value in os.environ.items() if name.startswith(JOB_NAMES)}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Record the core seconds before the test, including its fixtures."""
-    item.stash[BEFORE] = core_s()
+    """Record the core seconds and the variables of a job before the test, including its fixtures."""
+    item.stash[BEFORE], item.stash[JOB] = core_s(), job_variables()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,11 +85,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """Write the core seconds of the test to the JUnit file.
+    """Write the core seconds of the test to the JUnit file; restore the variables of a job, and fail if they changed.
 
-    Unlike wall-clock time, they do not grow on a busy machine.
+    Unlike wall-clock time, core seconds do not grow on a busy machine.
     """
     try:
-        return (yield)
+        yield
     finally:
         item.user_properties.append(("core_s", round(core_s() - item.stash[BEFORE], 3)))
+        before, after = item.stash[JOB], job_variables()
+        for name in after:
+            del os.environ[name]
+        os.environ.update(before)
+    changed = sorted(name for name, _ in before.items() ^ after.items())
+    assert not changed, f"the test changed {', '.join(changed)} in the environment of later tests"

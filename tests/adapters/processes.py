@@ -60,10 +60,9 @@ def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
     """
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
-    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
     def run(number: int) -> Any:
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         return rank(number)

@@ -746,7 +746,7 @@ def test_two_hosts_with_a_slow_link_between() -> None:
     except UnsupportedError as error:
         pytest.skip(str(error))
     with hosts:
-        answers = hosts.run("ringattn.launch.doctor.doctor:examine", {}, print, "auto")
+        answers = hosts.run("ringattn.launch.doctor.doctor:examine", {}, print, "auto", limit_s=240.0)
     pairs = {(rank["rank"], pair["peer"]): pair for rank in answers for pair in rank["pairs"]}
     inside, between = pairs[0, 1], pairs[0, 2]
     assert (inside["link"], inside["across"]) == ("host memory", False)
