@@ -136,9 +136,11 @@ def draw_batch(lengths: Distribution, ranks: int, seed: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def problem_of(lengths: Distribution, cuts: tuple[int, ...], layout: str, ranks: int, at_once: bool) -> Problem:
+def problem_of(
+    lengths: Distribution, cuts: tuple[int, ...], layout: str, ranks: int, at_once: bool, ranks_per_node: int = 0
+) -> Problem:
     """Return a causal bfloat16 call on these documents."""
-    laid = make_layout(layout, cuts[-1], ranks, cuts, at_once=at_once)
+    laid = make_layout(layout, cuts[-1], ranks, cuts, at_once=at_once, ranks_per_node=ranks_per_node)
     mask = make_mask(cuts[-1], cuts[-1], causal=True, documents=cuts, kv_documents=cuts)
     return Problem(laid, laid, mask, 1, lengths.heads, lengths.kv_heads, 128, 128, "bfloat16")
 

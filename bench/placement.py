@@ -224,7 +224,7 @@ def measure_tree(shape: str, seed: int, ranks: int, options: PlacementOptions) -
     areas_of.cache_clear()
     placed_at_once.cache_clear()
     started = time.perf_counter()
-    shards = placed_at_once(mask, tokens, ranks, options.even, options.fills)
+    shards = placed_at_once(mask, tokens, ranks, even=options.even, fills=options.fills)
     planning_ms = (time.perf_counter() - started) * 1e3
     load = areas_of(mask, tokens).load(shards)
     fewest = fewest_rows(mask, tokens, ranks, options.even)

@@ -238,7 +238,10 @@ class Ring(Runtime):
                 kv_documents=documents, q_heads=mask.q_heads or 1,
             )  # fmt: skip
         at_once = placed_for is not None and suits_at_once(placed_for, length, self.world_size, schedule, self.machines)
-        token_layout = make_layout(layout, length, self.world_size, documents, for_, at_once, placed_for)
+        ranks_per_node = self.machines.ranks_of_equal_nodes(self.world_size) if at_once else 0
+        token_layout = make_layout(
+            layout, length, self.world_size, documents, for_, at_once, placed_for, ranks_per_node
+        )
         return Sequence(self, token_layout, documents, mask)
 
     def batch(

@@ -7,6 +7,7 @@ reads, and the lower bound on rows are computed from the rectangles of the mask,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import NamedTuple
 
@@ -102,8 +103,71 @@ class Pieces(NamedTuple):
         return tuple(map(tuple, shards))
 
 
-class Areas:
-    """The items of a mask over `length` tokens, in order of their positions. Made by `areas_of`."""
+def cut_at(
+    edges: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut ranges of positions at ascending edges; the first and the last edge are outside of all ranges.
+
+    Return for each part the index of its range, the number of the edge before it, its first position and the one after
+    its last. Empty ranges have no parts.
+    """
+    first, after = np.searchsorted(edges, start, "right") - 1, np.searchsorted(edges, stop)
+    counts = np.where(start < stop, after - first, 0)
+    source = np.repeat(np.arange(len(start)), counts)
+    edge = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return source, edge, np.maximum(start[source], edges[edge]), np.minimum(stop[source], edges[edge + 1])
+
+
+class Areas(ABC):
+    """Items in order of their positions: item n is edges[n] .. edges[n + 1] - 1, and `edges` ends with `length`.
+
+    Token x of item n attends to depths[n] + slopes[n] * (x + 1) keys.
+    """
+
+    length: int
+    edges: np.ndarray
+    depths: np.ndarray
+    slopes: np.ndarray
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """The items in order of their positions."""
+        columns = (self.edges[:-1], np.diff(self.edges), self.depths, self.slopes)
+        return [
+            Item(0, tokens, start, 0, tokens, depth, slope).cut(0, tokens)
+            for start, tokens, depth, slope in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+    @cached_property
+    def before(self) -> np.ndarray:
+        """The pairs of all items before each item, and of all items. Python's integers if they may exceed 64 bits."""
+        most = float((self.depths + np.abs(self.slopes) * self.length).max(initial=0))
+        tokens = np.diff(self.edges).astype(np.int64 if most * self.length < 1 << 62 else object)
+        pairs = self.depths * tokens + self.slopes * (tokens * (tokens + 1) // 2)
+        return np.append(0 * self.edges[:1], np.cumsum(pairs))
+
+    def pairs_before(self, positions: np.ndarray) -> np.ndarray:
+        """Return the number of pairs of all queries before each position."""
+        item = np.searchsorted(self.edges, positions, "right") - 1
+        item = np.minimum(item, len(self.slopes) - 1)
+        inside = (positions - self.edges[item]).astype(self.before.dtype)
+        return self.before[item] + self.depths[item] * inside + self.slopes[item] * (inside * (inside + 1) // 2)
+
+    @property
+    @abstractmethod
+    def reads(self) -> list[int]:
+        """For each item the items that it reads, as the bits of a number; its own bit if a token reads later tokens.
+
+        An item counts whole if a part of it is read. If the list would be too long, items read nothing.
+        """
+
+    @abstractmethod
+    def load(self, placement: Pieces | Shards) -> Load:
+        """Return the load of each rank in a placement."""
+
+
+class AreasOfMask(Areas):
+    """The items of a mask over `length` tokens. Made by `areas_of`."""
 
     def __init__(self, mask: Mask, length: int) -> None:
         """Compute the items."""
@@ -135,30 +199,6 @@ class Areas:
         first, slopes = self.edges[:-1], np.cumsum(slopes)[:-1]
         self.slopes, self.depths = slopes, np.cumsum(values)[:-1] + slopes * first - slopes
 
-    @cached_property
-    def items(self) -> list[Item]:
-        """The items in order of their positions."""
-        columns = (self.edges[:-1], np.diff(self.edges), self.depths, self.slopes)
-        return [
-            Item(0, tokens, start, 0, tokens, depth, slope).cut(0, tokens)
-            for start, tokens, depth, slope in zip(*(column.tolist() for column in columns), strict=True)
-        ]
-
-    @cached_property
-    def before(self) -> np.ndarray:
-        """The pairs of all items before each item, and of all items. Python's integers if they may exceed 64 bits."""
-        most = float((self.depths + np.abs(self.slopes) * self.length).max(initial=0))
-        tokens = np.diff(self.edges).astype(np.int64 if most * self.length < 1 << 62 else object)
-        pairs = self.depths * tokens + self.slopes * (tokens * (tokens + 1) // 2)
-        return np.append(0 * self.edges[:1], np.cumsum(pairs))
-
-    def pairs_before(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of pairs of all queries before each position."""
-        item = np.searchsorted(self.edges, positions, "right") - 1
-        item = np.minimum(item, len(self.slopes) - 1)
-        inside = (positions - self.edges[item]).astype(self.before.dtype)
-        return self.before[item] + self.depths[item] * inside + self.slopes[item] * (inside * (inside + 1) // 2)
-
     def meeting(self, start: np.ndarray, stop: np.ndarray, *, keys: bool = False) -> tuple[np.ndarray, ...]:
         """Cut ascending ranges of positions at the rectangles.
 
@@ -178,10 +218,7 @@ class Areas:
 
     @cached_property
     def reads(self) -> list[int]:
-        """For each item the items that it reads, as the bits of a number; its own bit if a token reads later tokens.
-
-        An item counts whole if a part of it is read. If the list would be too long, items read nothing.
-        """
+        """See `Areas.reads`."""
         start, stop = self.edges[:-1], self.edges[1:]
         reads = [0] * len(start)
         q, q_stop = self.rows[:, :2].T
@@ -198,7 +235,7 @@ class Areas:
         return reads
 
     def load(self, placement: Pieces | Shards) -> Load:
-        """Return the load of each rank in a placement."""
+        """See `Areas.load`."""
         start, stop, rank, ranks = placement if isinstance(placement, Pieces) else Pieces.of(placement)
         wide = self.length + 1
         pairs = np.zeros(ranks, self.before.dtype)
@@ -258,6 +295,44 @@ class Areas:
         return int(by_step.max(1).sum())
 
 
+class AreasOfPart(Areas):
+    """The items of one node in a placement over nodes: its tokens are numbered from 0 on in the order of positions."""
+
+    def __init__(self, whole: AreasOfMask, nodes: Shards, node: int) -> None:
+        """Cut the items of `whole` at the edges of the node's pieces."""
+        start, stop = np.array(nodes[node], np.int64).reshape(-1, 2).T
+        _, self._item, self._first, end = cut_at(whole.edges, start, stop)
+        self.whole, self.edges = whole, np.append(0, np.cumsum(end - self._first))
+        self.length, self.slopes = int(self.edges[-1]), whole.slopes[self._item]
+        self.depths = whole.depths[self._item] + self.slopes * (self._first - whole.edges[self._item])
+        self._others = Pieces.of(nodes[:node] + nodes[node + 1 :])
+
+    @cached_property
+    def reads(self) -> list[int]:
+        """See `Areas.reads`. Parts of an item do not count as reading each other."""
+        parts: dict[int, int] = {}
+        for part, item in enumerate(self._item.tolist()):
+            parts[item] = parts.get(item, 0) | 1 << part
+        return [
+            sum(bits for other, bits in parts.items() if self.whole.reads[item] >> other & 1)
+            for item in self._item.tolist()
+        ]
+
+    def load(self, placement: Pieces | Shards) -> Load:
+        """See `Areas.load`. Rows from other nodes count as received, and rows to other nodes as sent to each once."""
+        ours = self.placed(placement if isinstance(placement, Pieces) else Pieces.of(placement))
+        others = self._others._replace(rank=self._others.rank + ours.ranks)
+        start, stop, rank = (np.concatenate(columns) for columns in zip(ours[:3], others[:3], strict=True))
+        load = self.whole.load(Pieces.joined(start, stop, rank, ours.ranks + others.ranks))
+        return Load(*(column[: ours.ranks] for column in load))
+
+    def placed(self, placement: Pieces) -> Pieces:
+        """Return a placement of this part as positions of the whole."""
+        source, item, start, stop = cut_at(self.edges, placement.start, placement.stop)
+        shift = self._first[item] - self.edges[item]
+        return Pieces.joined(start + shift, stop + shift, placement.rank[source], placement.ranks)
+
+
 def _triangle(n: np.ndarray) -> np.ndarray:
     """Return 1 + 2 + ... + n, or 0 for a negative n."""
     n = np.maximum(n, 0)
@@ -265,9 +340,9 @@ def _triangle(n: np.ndarray) -> np.ndarray:
 
 
 @bounded
-def areas_of(mask: Mask, length: int) -> Areas:
+def areas_of(mask: Mask, length: int) -> AreasOfMask:
     """Return the areas and reads of a mask whose queries and keys are the same `length` tokens."""
-    return Areas(mask, length)
+    return AreasOfMask(mask, length)
 
 
 def fewest_rows(mask: Mask, length: int, ranks: int, even: float) -> int:

@@ -36,8 +36,9 @@ class Layout:
 
     `cuts`: the document boundaries (0, ..., length) for a layout of `OF_DOCUMENTS`, otherwise (0, length). `at_once`
     (only for `PLACED`): tokens are placed for schedules that receive all rows at once, not for schedules whose ranks
-    wait for each other in every step. `mask`: the mask for which "mask" places tokens. Equal fields mean equal shards,
-    so hashing and comparing are cheap for any number of ranges.
+    wait for each other in every step; then `ranks_per_node` is the number of neighbouring ranks of each node, 0 for one
+    node. `mask`: the mask for which "mask" places tokens. Equal fields mean equal shards, so hashing and comparing are
+    cheap for any number of ranges.
     """
 
     name: str
@@ -46,13 +47,18 @@ class Layout:
     cuts: tuple[int, ...]
     at_once: bool = False
     mask: Mask | None = None
+    ranks_per_node: int = 0
 
     @cached_property
     def shards(self) -> tuple[tuple[StridedRange, ...], ...]:
         """The ranges of positions of each rank, in row order; empty ranges are left out."""
         if self.name in PLACED:
             mask = causal_documents(self.cuts) if self.mask is None else self.mask
-            pieces = (placed_at_once if self.at_once else placed)(mask, self.length, self.world_size)
+            pieces = (
+                placed_at_once(mask, self.length, self.world_size, self.ranks_per_node)
+                if self.at_once
+                else placed(mask, self.length, self.world_size)
+            )
             return tuple(tuple(StridedRange(start, stop - start) for start, stop in shard) for shard in pieces)
         shards: list[list[StridedRange]] = [[] for _ in range(self.world_size)]
         used = 0  # chunks that already took an extra token, so that many short documents do not all favor rank 0
@@ -102,11 +108,12 @@ def make_layout(
     purpose: str = "causal",
     at_once: bool = False,
     mask: Mask | None = None,
+    ranks_per_node: int = 0,
 ) -> Layout:
     """Return the layout called `name`, or for "auto" the layout that suits `purpose` (causal, full, window, dilated).
 
     `auto` is contiguous for window and dilated; otherwise per_document with documents, zigzag for causal, and
-    contiguous for full. `at_once` is used only for `PLACED`, and `mask` only for "mask".
+    contiguous for full. `at_once` is used only for `PLACED`, `ranks_per_node` only with it, and `mask` only for "mask".
     Raises `InputError` for an unknown name or purpose, for a layout of documents without documents, for "mask" without
     a mask, and for more than `MOST_TOKENS`.
     """
@@ -129,4 +136,6 @@ def make_layout(
     if name in OF_DOCUMENTS and cu_seqlens is None:
         raise InputError(f"layout={name!r} needs cu_seqlens=[0, ..., length]; without documents use 'zigzag'")
     cuts = cu_seqlens if name in OF_DOCUMENTS and cu_seqlens else (0, length)
-    return Layout(name, length, world_size, cuts, at_once and name in PLACED, mask if name == "mask" else None)
+    at_once = at_once and name in PLACED
+    ranks_per_node = ranks_per_node if at_once and ranks_per_node < world_size else 0
+    return Layout(name, length, world_size, cuts, at_once, mask if name == "mask" else None, ranks_per_node)

@@ -10,8 +10,10 @@ is used:
 This placement is for schedules whose ranks wait for each other in every step; `placed_at_once` is for other schedules.
 A rank that takes the last tokens of an item fills its share with whole small items, or with first tokens of the same
 item. The first tokens cost no rows, because the rank reads them anyway. `cut_from_both_ends` does this along an order
-of all items, in which the nodes of a path are adjacent.
-Guarantees: equal masks and ranks give equal placements; token counts are those of the contiguous layout.
+of all items, in which the nodes of a path are adjacent. On several machines, `placed_at_once` runs twice: over the
+machines, then over the ranks of each.
+Guarantees: equal masks and ranks give equal placements. Token counts are those of the contiguous layout; on several
+machines they differ by at most one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.core.areas import PAIRS_PER_ROW, Areas, Item, Load, Piece, Pieces, Shards, areas_of
+from ringattn.core.areas import PAIRS_PER_ROW, Areas, AreasOfPart, Item, Load, Piece, Pieces, Shards, areas_of, cut_at
 from ringattn.core.bounded_cache import bounded
 from ringattn.core.mask import Mask
 
@@ -356,7 +358,6 @@ def joined(pieces: list[Piece]) -> tuple[Piece, ...]:
 # tokens that its share of pairs allows, and then first tokens of the same document, which cost no rows because the rank
 # reads them anyway. The owner keeps the rest. Then ranks with too many tokens move first tokens of their documents to
 # ranks with too few, at a cost of one row per token.
-# Equal masks and ranks give equal placements; token counts are those of the contiguous layout.
 
 
 EVEN = 1.005
@@ -408,31 +409,51 @@ class Outcome(NamedTuple):
 
 
 @bounded
-def placed_at_once(mask: Mask, length: int, ranks: int, even: float = EVEN, fills: int = FILLS) -> Shards:
-    """Return a placement of `length` tokens with this mask.
+def placed_at_once(
+    mask: Mask, length: int, ranks: int, ranks_per_node: int = 0, even: float = EVEN, fills: int = FILLS
+) -> Shards:
+    """Return a placement of `length` tokens with this mask: over the nodes first, then over the ranks of each node.
 
-    Of all even placements that the search tries, it is the one that sends the fewest rows. `even`: the largest ratio of
-    a rank's pairs to the mean that counts as even. `fills`: the number of tries of the search, times ranks.
+    Of all even placements that the search tries, it is the one that sends the fewest rows. Inside one of several nodes,
+    the rows of the busiest rank count as much as all rows: its links carry rows for other nodes too.
+    `ranks_per_node`: each node has this number of neighbouring ranks; 0 if there is one node. `even`: the largest ratio
+    of pairs to the mean that counts as even, of nodes and of the ranks of a node. `fills`: the number of tries of the
+    search, times ranks.
     """
     areas = areas_of(mask, length)
+    if ranks_per_node in (0, ranks):
+        return _at_once(areas, ranks, even, fills).shards()
+    nodes = ranks // ranks_per_node
+    fills //= nodes + 1
+    of_nodes = _at_once(areas, nodes, even, fills).shards()
+    parts = [AreasOfPart(areas, of_nodes, node) for node in range(nodes)]
+    in_nodes = (part.placed(_at_once(part, ranks_per_node, even, fills, ranks_per_node)) for part in parts)
+    return tuple(shard for pieces in in_nodes for shard in pieces.shards())
+
+
+def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0) -> Pieces:
+    """Return the placement of `placed_at_once` without nodes.
+
+    `busiest`: how many times the rows of the rank that sends or receives most count, in addition to all rows.
+    """
     tried: list[tuple[tuple[float, int], int, Pieces]] = []
 
     def order(load: Load) -> tuple[float, int]:
         """Return a sort key: even placements by rows, then all others by unevenness."""
-        return max(even, unevenness(load)), sum(load.sent)
+        return max(even, unevenness(load)), sum(load.received) + busiest * max(*load.received, *load.sent)
 
     for pieces, load in _loads(areas, ranks, _starts(areas, ranks, even)):
         tried.append((order(load), len(tried), pieces))
         # For thousands of short documents, the first placement is good enough.
-        if tried[-1][0] <= (even, FEW_ROWS * length):
-            return pieces.shards()
+        if tried[-1][0] <= (even, FEW_ROWS * areas.length):
+            return pieces
     if _is_small(areas, ranks):
         search = Search(areas, ranks, even)
         starts = [search.owners_of(pieces.shards()) for _, _, pieces in tried]
         for owners in search.improved(starts, fills // max(8, ranks))[-LAST:]:
             pieces = Pieces.of(search.shards(owners))
             tried.append((order(areas.load(pieces)), len(tried), pieces))
-    return min(tried)[2].shards()
+    return min(tried)[2]
 
 
 def _is_small(areas: Areas, ranks: int) -> bool:
@@ -578,16 +599,12 @@ def _along(order: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> Pieces:
     Positions count along an order of ranges.
     """
     start, stop = order
-    edges, ranks = np.append(0, np.cumsum(stop - start)), len(lows) - 1
+    ranks = len(lows) - 1
+    edges = np.append(0, np.cumsum(stop - start))
     begin, end = np.concatenate([lows[:-1], highs[1:]]), np.concatenate([lows[1:], highs[:-1]])
-    # Cut each interval of positions at the edges of ranges.
-    first, after = np.searchsorted(edges, begin, "right") - 1, np.searchsorted(edges, end)
-    counts = np.where(begin < end, after - first, 0)
-    source = np.repeat(np.arange(len(begin)), counts)
-    item = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    source, item, begin, end = cut_at(edges, begin, end)
     shift = start[item] - edges[item]
-    begin, end = np.maximum(begin[source], edges[item]) + shift, np.minimum(end[source], edges[item + 1]) + shift
-    return Pieces.joined(begin, end, source % ranks, ranks)
+    return Pieces.joined(begin + shift, end + shift, source % ranks, ranks)
 
 
 class _Cuts:

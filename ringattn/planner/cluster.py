@@ -267,6 +267,12 @@ class Cluster:
             return self.links.nodes[rank]
         return rank // self.ranks_per_node if self.ranks_per_node else 0
 
+    def ranks_of_equal_nodes(self, ranks: int) -> int:
+        """Return the number of neighbouring ranks of each node, at least 2; 0 for one node or unequal nodes."""
+        nodes = [self.node_of(rank) for rank in range(ranks)]
+        size = nodes.count(0)
+        return size if 1 < size < ranks and nodes == [rank // size for rank in range(ranks)] and not ranks % size else 0
+
     def link_class(self, rank: int, peer: int) -> LinkClass:
         """Return the class of the link between two ranks; `UNKNOWN` inside a machine whose links are not described."""
         if self.links is not None:

@@ -36,12 +36,16 @@ def suits_at_once(mask: Mask, length: int, ranks: int, schedule: str, machines: 
     """Return whether to place tokens for schedules that receive all rows at once.
 
     For a schedule given by name, return whether that schedule receives all rows at once. For "auto", return whether the
-    machines are known and the busiest rank receives few rows. Raises `InputError` for an unknown name.
+    machines are known, and either the busiest rank receives few rows or there are several nodes: only tokens placed at
+    once are placed by node, and every schedule was predicted faster with them (decision 0056). Raises `InputError` for
+    an unknown name.
     """
     if schedule != "auto":
         return route_named(schedule).at_once
     if not is_named(machines):
         return False
+    if machines.ranks_of_equal_nodes(ranks):
+        return True
     received = areas_of(mask, length).load(placed_at_once(mask, length, ranks)).received
     return max(received) * ranks <= RECEIVED_AT_MOST * length
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.core.areas import Areas, Load, Shards, areas_of, causal_pairs
+from ringattn.core.areas import Areas, AreasOfPart, Load, Piece, Shards, areas_of, causal_pairs
 from ringattn.core.layout import causal_documents, make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.placement import (
@@ -60,7 +60,7 @@ def in_turn(bounds: tuple[int, ...], ranks: int) -> Shards:
 
 
 def at_once(bounds: tuple[int, ...], ranks: int, even: float = EVEN, fills: int = 20000) -> Shards:
-    return placed_at_once(causal_documents(bounds), bounds[-1], ranks, even, fills)
+    return placed_at_once(causal_documents(bounds), bounds[-1], ranks, even=even, fills=fills)
 
 
 def problem_of(bounds: tuple[int, ...], ranks: int, layout: str = "documents") -> Problem:
@@ -195,6 +195,68 @@ def test_placed_at_once_no_single_even_choice_sends_fewer_rows(ranks: int) -> No
     assert FEW_ROWS * bounds[-1] < sum(load.sent) < fewest
     less_even = load_of(bounds, at_once(bounds, ranks, 1.05))
     assert sum(less_even.sent) < sum(load.sent) and EVEN * mean < max(less_even.pairs) <= 1.05 * mean
+
+
+def joined_nodes(shards: Shards, ranks_per_node: int) -> Shards:
+    """Return the pieces of each node."""
+    nodes = range(0, len(shards), ranks_per_node)
+    return tuple(tuple(sorted(sum(shards[node : node + ranks_per_node], ()))) for node in nodes)
+
+
+@given(documents(), st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (9, 3)]))
+def test_placed_by_node_each_token_has_one_rank(bounds: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    ranks, ranks_per_node = sizes
+    shards = placed_at_once(causal_documents(bounds), bounds[-1], ranks, ranks_per_node, fills=50 * ranks)
+    assert sorted(token for shard in shards for piece in shard for token in range(*piece)) == list(range(bounds[-1]))
+    counts = [sum(stop - start for start, stop in shard) for shard in shards]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(documents(), st.sampled_from([(4, 2), (6, 3)]))
+def test_a_part_has_the_pairs_and_rows_of_the_whole(bounds: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    """Pairs and received rows of a node's ranks are those in the whole placement; a row is sent to other nodes once."""
+    ranks, ranks_per_node = sizes
+    whole = areas(bounds)
+    shards = placed_at_once(whole.mask, bounds[-1], ranks, ranks_per_node, fills=50 * ranks)
+    nodes, load = joined_nodes(shards, ranks_per_node), load_of(bounds, shards)
+    assert sum(item.pairs for node in range(len(nodes)) for item in AreasOfPart(whole, nodes, node).items) == sum(
+        load.pairs
+    )
+    for node in range(len(nodes)):
+        part, first = AreasOfPart(whole, nodes, node), node * ranks_per_node
+        tokens = {position: n for n, position in enumerate(p for piece in nodes[node] for p in range(*piece))}
+        assert part.length == len(tokens)
+        ours = tuple(
+            tuple((tokens[p], tokens[p] + 1) for piece in shard for p in range(*piece))
+            for shard in shards[first : first + ranks_per_node]
+        )
+        found = part.load(ours)
+        assert found.pairs == load.pairs[first : first + ranks_per_node]
+        assert found.received == load.received[first : first + ranks_per_node]
+        readers = [*shards[first : first + ranks_per_node], *nodes[:node], *nodes[node + 1 :]]
+        assert found.sent == tuple(sent_to(bounds, shard, readers) for shard in readers[:ranks_per_node])
+
+
+def sent_to(bounds: tuple[int, ...], shard: tuple[Piece, ...], readers: list[tuple[Piece, ...]]) -> int:
+    """Count the tokens of a shard that each of `readers` reads, except for tokens of its own."""
+    starts = [start for start, stop in pairwise(bounds) for _ in range(stop - start)]
+    count = 0
+    for reader in readers:
+        own = {token for piece in reader for token in range(*piece)}
+        read = {key for token in own for key in range(starts[token], token)} - own
+        count += len(read & {token for piece in shard for token in range(*piece)})
+    return count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_placed_by_node_few_rows_come_from_other_nodes(seed: int) -> None:
+    draw = Random(seed)
+    bounds = tuple(accumulate((draw.choice((5, 20, 60, 200, 400)) for _ in range(40)), initial=0))
+    flat, by_node = (placed_at_once(causal_documents(bounds), bounds[-1], 16, size) for size in (0, 4))
+    across = [sum(load_of(bounds, joined_nodes(shards, 4)).received) for shards in (flat, by_node)]
+    assert across[1] < across[0] / 3, across
+    load = load_of(bounds, by_node)
+    assert max(load.pairs) <= EVEN**2 * sum(load.pairs) / 16
 
 
 def test_equal_documents_are_placed_equally() -> None:

@@ -62,11 +62,12 @@ def placed_for(seq: Case) -> str:
     return name
 
 
-def owned(seq: Case, ranks: int) -> list[Tensor]:
-    """Return the positions of each rank, as the reference defines them.
+def owned(seq: Case, case: Case) -> list[Tensor]:
+    """Return the positions of each rank of the case, as the reference defines them.
 
     The reference has no layouts `documents` and `mask`, so for these the positions are those of the library.
     """
+    ranks, per_node = case["ranks"], (case.get("nodes") or {}).get("ranks", 0)
     cuts, length = None if seq["documents"] is None else tuple(seq["documents"]), seq["length"]
     if seq["layout"] == "mask" or (seq["layout"] == "documents" and cuts is not None):
         mask = masks.from_text(seq["mask"]) if seq["layout"] == "mask" else None
@@ -75,7 +76,10 @@ def owned(seq: Case, ranks: int) -> list[Tensor]:
             kv_documents=cuts, q_heads=mask.q_heads or 1,
         )  # fmt: skip
         at_once = placed_for(seq) == "all_gather"
-        layout = make_layout(seq["layout"], length, ranks, cuts, at_once=at_once, mask=placed)
+        layout = make_layout(
+            seq["layout"], length, ranks, cuts, at_once=at_once, mask=placed,
+            ranks_per_node=per_node if 1 < per_node < ranks and ranks % per_node == 0 else 0,
+        )  # fmt: skip
         return [torch.from_numpy(layout.positions(rank)) for rank in range(ranks)]
     name = reference.layout_of(seq["layout"], seq["for_"], seq["documents"])
     return reference.shards(name, seq["length"], ranks, seq["documents"])
@@ -124,7 +128,7 @@ class _Call:
         if "seq" not in self.change:
             for seq, sequence_ in ((call["seq"], self.seq), (call["kv_seq"], self.kv_seq)):
                 if sequence_ is not None:
-                    assert torch.equal(sequence_.positions(), owned(seq, ring.world_size)[ring.rank]), "positions"
+                    assert torch.equal(sequence_.positions(), owned(seq, self.case)[ring.rank]), "positions"
         rows = self.seq.positions()
         k_rows = rows if self.kv_seq is None else self.kv_seq.positions()
         before = calls[call["like"]] if call["like"] is not None else self

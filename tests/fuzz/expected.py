@@ -79,14 +79,14 @@ class _Call:
         code = self.case["ring"].get("kv_wire_dtype")
         if code is None:
             return None
-        dtype, ranks = getattr(torch, self.case["dtype"]), self.case["ranks"]
+        dtype = getattr(torch, self.case["dtype"])
         k, v = (reference.eight_bits(x, code, dtype) for x in self.tensors[1:])
         owners = [
             torch.zeros(seq["length"], dtype=torch.int64).index_put_(
                 (torch.cat(rows),), torch.repeat_interleave(torch.tensor([len(rank_rows) for rank_rows in rows]))
             )
             for seq in (self.call["seq"], self.call["kv_seq"] or self.call["seq"])
-            for rows in [owned(seq, ranks)]
+            for rows in [owned(seq, self.case)]
         ]
         return reference.Rounded(k, v, owners[0][:, None] == owners[1])
 

@@ -114,8 +114,8 @@ def _with_frozen(
     If a rank does not need the gradient of the sinks, remove it from the results and from the expected results.
     """
     filled = [dict(shard) for shard in shards]
-    rows = {"dq": calls.owned(call["seq"], case["ranks"])}
-    rows["dk"] = rows["dv"] = calls.owned(call["kv_seq"] or call["seq"], case["ranks"])
+    rows = {"dq": calls.owned(call["seq"], case)}
+    rows["dk"] = rows["dv"] = calls.owned(call["kv_seq"] or call["seq"], case)
     for rank, (grads, result) in enumerate(zip(call["grads_of"], filled, strict=True)):
         for name in rows.keys() & result.keys():
             if name[1] not in grads:
@@ -195,8 +195,8 @@ def joined(case: Case, call: Case, parts: Sequence[calls.CallResult]) -> dict[st
     `parts`: the results of each rank.
     """
     whole: dict[str, Tensor | None] = {}
-    q_rows = torch.cat(calls.owned(call["seq"], case["ranks"]))
-    k_rows = torch.cat(calls.owned(call["kv_seq"] or call["seq"], case["ranks"]))
+    q_rows = torch.cat(calls.owned(call["seq"], case))
+    k_rows = torch.cat(calls.owned(call["kv_seq"] or call["seq"], case))
     for name in parts[0]:
         shards = [part[name] for part in parts]
         if name == "dsinks":

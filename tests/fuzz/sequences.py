@@ -15,12 +15,12 @@ from tests.fuzz.legal import has_no_layout
 
 def on_rank(ring: ringattn.Ring, case: Case) -> None:
     """Check the methods of the case's sequence. Raises AssertionError if one differs from the defining indexing."""
-    described, ranks = case["seq"], ring.world_size
+    described = case["seq"]
     if reason := has_no_layout(described):
         _assert_refused(lambda: sequence(ring, described, False), f"a sequence, and {reason}")
         return
     later = case["cut_later"] and described["documents"] is not None and described["layout"] in LAYOUTS
-    seq, rows = sequence(ring, described, later), owned(described, ranks)
+    seq, rows = sequence(ring, described, later), owned(described, case)
     local_rows, places = rows[ring.rank], reference.places(described["length"], described["documents"])
     assert sorted(torch.cat(rows).tolist()) == list(range(described["length"])), "the reference's layout"
     assert seq.length == described["length"] and seq.counts == tuple(len(rank_rows) for rank_rows in rows), "counts"

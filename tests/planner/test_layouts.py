@@ -14,6 +14,7 @@ import torch
 import ringattn
 from ringattn import masks
 from ringattn.core.areas import areas_of
+from ringattn.core.geometry import StridedRange
 from ringattn.core.layout import causal_documents, make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.placement import placed_at_once
@@ -23,7 +24,7 @@ from ringattn.launch.config import load
 from ringattn.launch.pictures.show import ExplainConfig, explanation_of
 from ringattn.planner.candidates import how_chosen
 from ringattn.planner.choose import choose_route
-from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster
+from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster, Links
 from ringattn.planner.layouts import RECEIVED_AT_MOST, suits_at_once
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
@@ -58,6 +59,28 @@ def test_a_named_schedule_decides_and_auto_counts_rows_on_known_machines() -> No
     assert suits(SHORT, "auto", H100) and not suits(LONG, "auto", H100)
     with pytest.raises(InputError, match="'rings' is not known"):
         suits(SHORT, "rings", H100)
+
+
+def test_on_several_nodes_auto_places_at_once_and_by_node() -> None:
+    """Nodes count if each has equally many neighbouring ranks; other layouts, and rings of one node, ignore them."""
+    nodes = {4: 0, 2: 2, 1: 0, 3: 0}  # ranks per node of the machines: what the placement of 4 ranks uses
+    for size, used in nodes.items():
+        machines = replace(H100, ranks_per_node=size)
+        assert machines.ranks_of_equal_nodes(4) == used
+        assert suits(LONG, "auto", machines) == bool(used)
+        layout, *_ = run_ranks(
+            4, lambda ring: ring.sequence(cu_seqlens=LONG, layout="documents").layout, cluster=machines
+        )
+        assert layout.at_once == bool(used) and layout.ranks_per_node == used
+    mask = causal_documents(LONG)
+    by_node = make_layout("documents", 450, 4, LONG, at_once=True, ranks_per_node=2)
+    assert by_node.shards == tuple(
+        tuple(StridedRange(start, stop - start) for start, stop in shard) for shard in placed_at_once(mask, 450, 4, 2)
+    )
+    for name, at_once in (("documents", False), ("zigzag", True)):
+        assert make_layout(name, 450, 4, LONG, at_once=at_once, ranks_per_node=2).ranks_per_node == 0
+    swapped = replace(H100, ranks_per_node=None, links=Links((0, 1, 0, 1)))
+    assert swapped.ranks_of_equal_nodes(4) == 0
 
 
 def test_placements_are_two_layouts_and_other_layouts_have_one() -> None:
