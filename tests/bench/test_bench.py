@@ -47,8 +47,9 @@ from ringattn.bench.soak import GROWTH_MIB, slope_bytes
 from ringattn.bench.speed import STAGES, stages
 from ringattn.bench.timed_calls import PASSES, Shape, TimedCall, plans_of
 from ringattn.core.areas import Load, Shards, areas_of
+from ringattn.core.filling import place
 from ringattn.core.layout import causal_documents
-from ringattn.core.placement import CHOICES, EVEN, place, placed, placed_at_once
+from ringattn.core.placement import CHOICES, EVEN, placed, placed_at_once
 from ringattn.errors import InputError, RingError
 from ringattn.planner.cluster import Cluster
 from ringattn.planner.simulate import simulate

@@ -10,20 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.core.areas import Areas, AreasOfPart, Load, Piece, Shards, areas_of, causal_pairs
+from ringattn.core.filling import Choice, place
 from ringattn.core.layout import causal_documents, make_layout
 from ringattn.core.mask import make_mask
-from ringattn.core.placement import (
-    CHOICES,
-    EVEN,
-    FEW_ROWS,
-    STARTING_CHOICES,
-    Choice,
-    Owners,
-    Search,
-    place,
-    placed,
-    placed_at_once,
-)
+from ringattn.core.owners import Owners, Search
+from ringattn.core.placement import CHOICES, EVEN, FEW_ROWS, STARTING_CHOICES, placed, placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.schedule.content import read_sets_of
