@@ -298,14 +298,14 @@ class AreasOfMask(Areas):
 class AreasOfPart(Areas):
     """The items of one node in a placement over nodes: its tokens are numbered from 0 on in the order of positions."""
 
-    def __init__(self, whole: AreasOfMask, nodes: Shards, node: int) -> None:
-        """Cut the items of `whole` at the edges of the node's pieces."""
-        start, stop = np.array(nodes[node], np.int64).reshape(-1, 2).T
+    def __init__(self, whole: AreasOfMask, tokens: tuple[Piece, ...], others: Shards) -> None:
+        """Cut the items of `whole` at the edges of the node's tokens. `others`: the tokens of other nodes."""
+        start, stop = np.array(tokens, np.int64).reshape(-1, 2).T
         _, self._item, self._first, end = cut_at(whole.edges, start, stop)
         self.whole, self.edges = whole, np.append(0, np.cumsum(end - self._first))
         self.length, self.slopes = int(self.edges[-1]), whole.slopes[self._item]
         self.depths = whole.depths[self._item] + self.slopes * (self._first - whole.edges[self._item])
-        self._others = Pieces.of(nodes[:node] + nodes[node + 1 :])
+        self._others = Pieces.of(others)
 
     @cached_property
     def reads(self) -> list[int]:

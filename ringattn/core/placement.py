@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from itertools import product
 
-from ringattn.core.areas import PAIRS_PER_ROW, Areas, AreasOfPart, Load, Pieces, Shards, areas_of
+from ringattn.core.areas import PAIRS_PER_ROW, Areas, AreasOfPart, Load, Piece, Pieces, Shards, areas_of
 from ringattn.core.bounded_cache import bounded
 from ringattn.core.cuts import by_density, cut_from_both_ends, orders
 from ringattn.core.filling import Choice, place
@@ -113,19 +113,25 @@ def placed_at_once(
     """
     areas = areas_of(mask, length)
     if ranks_per_node in (0, ranks):
-        return _at_once(areas, ranks, even, fills).shards()
+        return _at_once(areas, ranks, even, fills if _is_small(areas, ranks) else 0).shards()
     nodes = ranks // ranks_per_node
-    fills //= nodes + 1
+    items = len(areas.slopes)
+    # Each of the nodes has about its share of the items.
+    cost = nodes * (items + RANK_ITEMS) + ranks * (items // nodes + RANK_ITEMS)
+    fills = fills // (nodes + 1) if cost <= 2 * MOST_FILLED else 0
     of_nodes = _at_once(areas, nodes, even, fills).shards()
-    parts = [AreasOfPart(areas, of_nodes, node) for node in range(nodes)]
-    in_nodes = (part.placed(_at_once(part, ranks_per_node, even, fills, ranks_per_node)) for part in parts)
-    return tuple(shard for pieces in in_nodes for shard in pieces.shards())
+    shards: list[tuple[Piece, ...]] = []
+    for node, tokens in enumerate(of_nodes):
+        part = AreasOfPart(areas, tokens, of_nodes[:node] + of_nodes[node + 1 :] if fills else ())
+        shards += part.placed(_at_once(part, ranks_per_node, even, fills, ranks_per_node)).shards()
+    return tuple(shards)
 
 
 def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0) -> Pieces:
     """Return the placement of `placed_at_once` without nodes.
 
-    `busiest`: how many times the rows of the rank that sends or receives most count, in addition to all rows.
+    `fills`: 0 for no search. `busiest`: how many times the rows of the rank that sends or receives most count, in
+    addition to all rows.
     """
     tried: list[tuple[tuple[float, int], int, Pieces]] = []
 
@@ -133,12 +139,12 @@ def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0
         """Return a sort key: even placements by rows, then all others by unevenness."""
         return max(even, unevenness(load)), sum(load.received) + busiest * max(*load.received, *load.sent)
 
-    for pieces, load in _loads(areas, ranks, _starts(areas, ranks, even)):
+    for pieces, load in _loads(areas, ranks, _starts(areas, ranks, even, fills > 0)):
         tried.append((order(load), len(tried), pieces))
         # For thousands of short documents, the first placement is good enough.
         if tried[-1][0] <= (even, FEW_ROWS * areas.length):
             return pieces
-    if _is_small(areas, ranks):
+    if fills:
         search = Search(areas, ranks, even)
         starts = [search.owners_of(pieces.shards()) for _, _, pieces in tried]
         for owners in search.improved(starts, fills // max(8, ranks))[-LAST:]:
@@ -169,11 +175,11 @@ def unevenness(load: Load) -> float:
     return max(load.pairs) * len(load.pairs) / max(1, sum(load.pairs))
 
 
-def _starts(areas: Areas, ranks: int, even: float) -> Iterator[Pieces]:
-    """Yield the placements that the search starts from."""
-    for order in orders(areas, DRAWN if _is_small(areas, ranks) else 0):
+def _starts(areas: Areas, ranks: int, even: float, searches: bool) -> Iterator[Pieces]:
+    """Yield the placements that a search starts from, or a few if there is no search."""
+    for order in orders(areas, DRAWN if searches else 0):
         yield cut_from_both_ends(areas, order, ranks, even)
-    if _is_small(areas, ranks):
+    if searches:
         most = int(even * int(areas.before[-1]) / ranks)
         middle = int(most * (1 + even) / (2 * even))
         for choice, limit in product(STARTING_CHOICES, (None, most, middle)):
