@@ -310,12 +310,12 @@ class AreasOfPart(Areas):
     @cached_property
     def reads(self) -> list[int]:
         """See `Areas.reads`. Parts of an item do not count as reading each other."""
-        parts: dict[int, int] = {}
-        for part, item in enumerate(self._item.tolist()):
+        items, reads, parts = self._item.tolist(), self.whole.reads, dict[int, int]()
+        for part, item in enumerate(items):
             parts[item] = parts.get(item, 0) | 1 << part
         return [
-            sum(bits for other, bits in parts.items() if self.whole.reads[item] >> other & 1)
-            for item in self._item.tolist()
+            sum(bits for other, bits in parts.items() if reads[item] >> other & 1) if reads[item] else 0
+            for item in items
         ]
 
     def load(self, placement: Pieces | Shards) -> Load:
