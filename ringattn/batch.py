@@ -14,20 +14,22 @@ only on the arguments, so all ranks form the same ones.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
-from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.core.areas import causal_pairs
+from ringattn.core.geometry import MOST_TOKENS
 from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.masks import Tree
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM, REFERENCE, Cluster
 from ringattn.sequence import Sequence
@@ -95,7 +97,8 @@ class MicroBatch:
             A tensor (1, counts[rank], ...).
 
         Raises:
-            InputError: The number of tensors, or of the tokens of one of them, is not that of the batch.
+            InputError: `tensors` is not a list or tuple of one tensor per sample, a tensor does not have the tokens of
+                its sample, or those of the micro-batch differ in dtype, device or their other dimensions.
         """
         return self.seq.shard(self._packed(tensors, "shard"))
 
@@ -118,17 +121,28 @@ class MicroBatch:
 
     def _packed(self, tensors: Many[Tensor], what: str) -> Tensor:
         where = f"rank {self.seq.ring.rank}: {what}"
+        needed = f"{where} takes a list of one tensor per sample of the whole batch, {len(self.lengths)}"
+        if not isinstance(tensors, (list, tuple)):
+            raise InputError(f"{needed}, got {type(tensors).__name__}")
         if len(tensors) != len(self.lengths):
-            raise InputError(
-                f"{where} takes one tensor per sample of the whole batch, {len(self.lengths)}, got {len(tensors)}"
-            )
+            raise InputError(f"{needed}, got {len(tensors)}")
+        kinds: dict[tuple[Any, ...], str] = {}
         for sample in self.samples:
-            shape = tuple(tensors[sample].shape)
+            tensor = tensors[sample]
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"{needed}; sample {sample} is {type(tensor).__name__}")
+            shape = tuple(tensor.shape)
             if not shape or shape[0] != self.lengths[sample]:
                 raise InputError(
                     f"{where}: sample {sample} has shape {shape}; dimension 0 must have its {self.lengths[sample]} "
                     "tokens"
                 )
+            kind = tensor.dtype, tensor.device, shape[1:]
+            kinds[kind] = f"sample {sample} is {shape}, {tensor.dtype}, {tensor.device}"
+        if len(kinds) > 1:
+            raise InputError(
+                f"{where}: samples differ in dtype, device or dimensions after the first: {'; '.join(kinds.values())}"
+            )
         return torch.cat([tensors[sample] for sample in self.samples])[None]
 
 
@@ -149,16 +163,21 @@ def make_batch(
     """Return the micro-batches; see `Ring.batch`."""
     if pairs_of_token is None:
         pairs_of_token = token_pairs(7.5e9, layers=32, heads=32, head_dim=128, cluster=ring.machines)
+    is_number = isinstance(pairs_of_token, Real) and not isinstance(pairs_of_token, bool)
+    if not is_number or not 0 <= pairs_of_token <= MOST_TOKENS:
+        raise InputError(f"token_pairs must be a number from 0 to 2^50, got {pairs_of_token!r}")
+    if max_tokens_per_rank is not None:
+        needed = "max_tokens_per_rank must be a positive integer or None"
+        max_tokens_per_rank = whole_number(max_tokens_per_rank, needed, 1)
+    if micro_batches is not None:
+        micro_batches = whole_number(micro_batches, "micro_batches must be a positive integer or None", 1)
     parts = [_sample(index, sample) for index, sample in enumerate(_listed(samples))]
     if not parts:
         raise InputError("batch needs at least one sample")
-    for name, limit in (("max_tokens_per_rank", max_tokens_per_rank), ("micro_batches", micro_batches)):
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise InputError(f"{name} must be a positive integer or None, got {limit!r}")
-    if isinstance(pairs_of_token, bool) or not 0 <= pairs_of_token or not isfinite(pairs_of_token):
-        raise InputError(f"token_pairs must be a finite number of at least 0, got {pairs_of_token!r}")
     lengths = tuple(part.tokens for part in parts)
-    times = [pairs_of_token * part.tokens + part.pairs for part in parts]
+    if sum(lengths) > MOST_TOKENS:
+        raise InputError(f"the samples have {sum(lengths)} tokens together, and a batch takes at most 2^50")
+    times = [float(pairs_of_token) * part.tokens + part.pairs for part in parts]
     limit = sum(lengths) if max_tokens_per_rank is None else max_tokens_per_rank * ring.world_size
     groups = _groups(lengths, times, limit, micro_batches, ring.world_size)
     return tuple(
@@ -169,7 +188,14 @@ def make_batch(
 
 
 def _listed(samples: Iterable[int | AttentionMask] | Tensor) -> list[int | AttentionMask]:
-    return samples.tolist() if isinstance(samples, Tensor) else list(samples)
+    """Return the samples as a list; a tensor is read as a whole. Raises `InputError` if they are not several."""
+    if isinstance(samples, Tensor) and samples.dim() == 1:
+        return samples.tolist()
+    if isinstance(samples, (Tensor, str, bytes, Mapping)) or not isinstance(samples, Iterable):
+        raise InputError(
+            f"batch takes a list or a tensor (samples,) with the number of tokens of each sample, got {samples!r}"
+        )
+    return list(samples)
 
 
 def _sample(index: int, sample: int | AttentionMask) -> _Sample:
@@ -182,10 +208,9 @@ def _sample(index: int, sample: int | AttentionMask) -> _Sample:
             f"sample {index} has the mask {sample.text.partition(':')[0]}: batch takes lengths and masks.tree(...); "
             "give other masks to ring.sequence(mask=..., layout='mask'), one micro-batch at a time"
         )
-    elif type(sample) is int:
-        tokens, pairs, tree = sample, causal_pairs(0, sample), None
     else:
-        raise InputError(f"sample {index} is {sample!r}; give its number of tokens, or masks.tree(...)")
+        tokens = whole_number(sample, f"sample {index} must be a number of tokens or masks.tree(...)")
+        pairs, tree = causal_pairs(0, tokens), None
     if tokens < 1:
         raise InputError(f"sample {index} has {tokens} tokens; leave it out of the batch")
     return _Sample(tokens, pairs, tree)
@@ -213,16 +238,17 @@ def _groups(
 ) -> list[tuple[int, ...]]:
     """Return the samples of each micro-batch of at most `limit` tokens.
 
-    Raises `InputError` if a sample, or the whole batch in `micro_batches` groups, exceeds the limit.
+    Raises `InputError` if a sample exceeds the limit, or if the samples are not found to fit into `micro_batches`.
     """
     largest = max(range(len(tokens)), key=tokens.__getitem__)
     if tokens[largest] > limit:
         raise InputError(
-            f"sample {largest} has {tokens[largest]} tokens, and {ranks} ranks take at most {limit}: raise "
-            f"max_tokens_per_rank to {-(-tokens[largest] // ranks)}, use more ranks, or shorten the sample"
+            f"sample {largest} has {tokens[largest]} tokens, and the limit of a micro-batch is {limit} on "
+            f"{_several(ranks, 'rank')}: raise max_tokens_per_rank to {-(-tokens[largest] // ranks)}, use more ranks, "
+            "or shorten the sample"
         )
     if micro_batches is not None and micro_batches > len(tokens):
-        raise InputError(f"micro_batches={micro_batches}: the batch has only {len(tokens)} samples")
+        raise InputError(f"micro_batches={micro_batches}: the batch has only {_several(len(tokens), 'sample')}")
     for number in count(_fewest(tokens, limit)) if micro_batches is None else (micro_batches,):
         groups = _even_groups(tokens, times, limit, number)
         if groups is not None:
@@ -230,8 +256,14 @@ def _groups(
     needed = next(number for number in count(_fewest(tokens, limit)) if _even_groups(tokens, times, limit, number))
     raise InputError(
         f"micro_batches={micro_batches}: {sum(tokens)} tokens in samples of up to {tokens[largest]} need {needed} "
-        f"micro-batches of at most {limit} tokens on {ranks} ranks; use {needed}, or raise max_tokens_per_rank"
+        f"micro-batches of at most {limit} tokens on {_several(ranks, 'rank')} as this method packs them (the longest "
+        f"sample first, each where the time is least); use {needed}, or raise max_tokens_per_rank"
     )
+
+
+def _several(number: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _fewest(tokens: Many[int], limit: int) -> int:

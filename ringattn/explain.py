@@ -20,7 +20,7 @@ from ringattn.core.fragments import fragments_of
 from ringattn.core.geometry import StridedRange
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import branch_tiles, pieces_of
-from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.options import AttentionOptions
 from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, is_named, table_of
 from ringattn.planner.choose import choose_route, compared, plans_of_passes, without_collector
@@ -352,9 +352,10 @@ def explain_scan(
 ) -> StatesExplanation:
     """See `Ring.explain_states`."""
     check_sequences(ring, seq, None)
-    for name, value in sizes._asdict().items():
-        if type(value) is not int or value < 0:
-            raise InputError(f"explain_states: {name} must be a number of bytes or rows, got {value!r}")
+    sizes = StateSizes(**{
+        name: whole_number(value, f"explain_states: {name} must be a number of bytes or rows", 0)
+        for name, value in sizes._asdict().items()
+    })  # fmt: skip
     if isinstance(cluster, str):
         cluster = cluster_named(cluster)
     cluster = ring.cluster if cluster is None else cluster.joined(ring.links)

@@ -24,6 +24,7 @@ from ringattn.core.geometry import CAUSAL, FULL, MOST_TOKENS, UNBOUNDED, Band, S
 from ringattn.core.mask import AttentionMask, Branch, Frame, Mask
 from ringattn.core.rectangles import Rectangle, Rectangles, rectangle, segments
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 
 __all__ = [
     "AttentionMask", "BidirectionalBlocks", "ByHead", "Chunked", "GlobalTokens", "Prefix", "Slices", "Tree",
@@ -64,7 +65,7 @@ def prefix(tokens: int | Sequence[int]) -> Prefix:
     Example:
         ring.attention(q, k, v, seq, causal=True, mask=masks.prefix(128))
     """
-    return Prefix(tokens if isinstance(tokens, int) else tuple(tokens))
+    return Prefix(tuple(tokens) if isinstance(tokens, Iterable) else tokens)
 
 
 def global_tokens(tokens: int) -> GlobalTokens:
@@ -268,7 +269,7 @@ class Chunked(AttentionMask):
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_tokens("masks.chunked", self.tokens, 1)
+        _set(self, "tokens", _tokens("masks.chunked", self.tokens, 1))
         _set_text(self, f"chunked:{self.tokens}")
 
     def lower(self, frame: Frame) -> Mask:
@@ -284,11 +285,12 @@ class Prefix(AttentionMask):
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        counts = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
-        for count in counts:
-            _check_tokens("masks.prefix", count, 0)
+        is_tuple = isinstance(self.tokens, tuple)
+        listed = self.tokens if isinstance(self.tokens, tuple) else (self.tokens,)
+        counts = tuple(_tokens("masks.prefix", count, 0) for count in listed)
+        _set(self, "tokens", counts if is_tuple else counts[0])
         # A trailing comma marks one number per document of a single document.
-        comma = "," if isinstance(self.tokens, tuple) and len(counts) == 1 else ""
+        comma = "," if is_tuple and len(counts) == 1 else ""
         _set_text(self, f"prefix:{','.join(map(str, counts))}{comma}")
 
     def lower(self, frame: Frame) -> Mask:
@@ -312,7 +314,7 @@ class GlobalTokens(AttentionMask):
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_tokens("masks.global_tokens", self.tokens, 1)
+        _set(self, "tokens", _tokens("masks.global_tokens", self.tokens, 1))
         _set_text(self, f"global_tokens:{self.tokens}")
 
     def lower(self, frame: Frame) -> Mask:
@@ -332,13 +334,13 @@ class BidirectionalBlocks(AttentionMask):
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        edges = self.edges if isinstance(self.edges, tuple) else ()
-        for edge in edges:
-            _check_tokens("masks.bidirectional_blocks", edge, 0)
+        listed = self.edges if isinstance(self.edges, tuple) else ()
+        edges = tuple(_tokens("masks.bidirectional_blocks", edge, 0) for edge in listed)
         if not edges or len(edges) % 2 or any(edge > after for edge, after in pairwise(edges)):
             raise InputError(
                 f"masks.bidirectional_blocks needs blocks in order that do not overlap, got {self.edges!r}"
             )
+        _set(self, "edges", edges)
         _set_text(self, f"bidirectional_blocks:{','.join(map(str, edges))}")
 
     def lower(self, frame: Frame) -> Mask:
@@ -436,12 +438,11 @@ class Tree(AttentionMask):
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.lengths):
             raise InputError(f"masks.tree has {len(self.parents)} parents and {len(self.lengths)} lengths")
-        for length in self.lengths:
-            _check_tokens("masks.tree", length, 0)
+        _set(self, "lengths", tuple(_tokens("masks.tree", length, 0) for length in self.lengths))
+        needed = "masks.tree: the parent of node {} must be the number of a node, or -1"
+        _set(self, "parents", tuple(whole_number(n, needed.format(i)) for i, n in enumerate(self.parents)))
         path: list[int] = []
         for node, parent in enumerate(self.parents):
-            if isinstance(parent, bool) or not isinstance(parent, int):
-                raise InputError(f"masks.tree: the parent of node {node} is {parent!r}, not a number of a node, or -1")
             while path and path[-1] != parent:
                 path.pop()
             if not path and parent != -1:
@@ -541,9 +542,9 @@ class ByHead(AttentionMask):
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for heads, mask in self.groups:
-            if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-                raise InputError(f"masks.by_head: a group has {heads!r} heads, where it needs at least 1")
+        needed = "masks.by_head: a group needs a number of heads, at least 1"
+        _set(self, "groups", tuple((whole_number(heads, needed, 1), mask) for heads, mask in self.groups))
+        for _, mask in self.groups:
             if isinstance(check_mask(mask), ByHead):
                 raise InputError("masks.by_head: the mask of a group is by_head itself; list its groups instead")
         groups = (f"{heads}={'' if mask is None else mask.text}" for heads, mask in self.groups)
@@ -605,12 +606,16 @@ def _set_text(mask: AttentionMask, text: str) -> None:
 
     torch.compile treats a stored string as a constant, but makes a number that has changed symbolic.
     """
-    object.__setattr__(mask, "text", text)
+    _set(mask, "text", text)
 
 
-def _check_tokens(name: str, tokens: object, least: int) -> None:
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least:
-        raise InputError(f"{name} takes whole numbers of tokens from {least} on, got {tokens!r}")
+def _set(mask: AttentionMask, name: str, value: object) -> None:
+    """Set an attribute of a frozen mask when it is created."""
+    object.__setattr__(mask, name, value)
+
+
+def _tokens(name: str, tokens: object, least: int) -> int:
+    return whole_number(tokens, f"{name} takes whole numbers of tokens from {least} on", least)
 
 
 _KINDS = {

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
 from ringattn.core.mask import AttentionMask, Banded, check_causal, window_sides
 from ringattn.core.problem import FLOATS
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.masks import check_mask, refuse_removed
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ def _checked_dropout(p: float) -> float:
 
 def check_dropout_seed(seed: int | None) -> int | None:
     """Return the seed. Raises InputError if it is neither a seed of dropout nor None."""
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
-        raise InputError(f"dropout_seed must be a whole number from 0 to 2**64 - 1, or None, got {seed!r}")
-    return seed
+    if seed is None:
+        return None
+    return whole_number(seed, "dropout_seed must be a whole number from 0 to 2**64 - 1, or None", 0, 2**64 - 1)
 
 
 def _checked_schedule(schedule: str) -> str:

@@ -27,6 +27,7 @@ from ringattn.engine.base import Engine
 from ringattn.engine.select import ENGINES, EngineName
 from ringattn.errors import DisagreementError, InputError
 from ringattn.explain import Explanation, StatesExplanation, explain_call, explain_scan
+from ringattn.integers import whole_number
 from ringattn.latent import Wire, attend_latents
 from ringattn.masks import Tree, check_mask
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
@@ -220,8 +221,7 @@ class Ring(Runtime):
                 length = mask.tokens
             else:
                 raise InputError("sequence needs a length in tokens, or cu_seqlens=[0, ..., length]")
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise InputError(f"length must be a number of tokens, got {length!r}")
+        length = whole_number(length, "length must be a number of tokens", 0)
         if schedule != "auto" and layout not in PLACED:
             raise InputError(
                 f"schedule={schedule!r} decides where layout='documents' or 'mask' places tokens; layout={layout!r} "
@@ -262,7 +262,8 @@ class Ring(Runtime):
         Args:
             samples: The number of tokens of each sample, or its `masks.tree`, the same on all ranks.
             max_tokens_per_rank: The most tokens of a micro-batch on a rank. None: no limit.
-            micro_batches: The number of micro-batches. None: as few as the limit allows; without a limit, one.
+            micro_batches: The number of micro-batches. None: as few as are found to fit the limit, where samples are
+                packed from the longest to the shortest; without a limit, one.
             token_pairs: The time of a token outside of attention, in the time of one causal (query, key) pair, see
                 `ringattn.batch.token_pairs`. None: that of a dense model of 8 billion weights (Llama 3). It has no
                 effect on results.
@@ -272,9 +273,9 @@ class Ring(Runtime):
             The micro-batches. Each sample is in one of them.
 
         Raises:
-            InputError: A sample exceeds the limit, or the samples do not fit into `micro_batches`; there are fewer
-                samples than micro-batches; a sample is empty, or is neither a length nor a tree; or a number or name is
-                not valid.
+            InputError: A sample exceeds the limit, or the samples are not found to fit into `micro_batches`; there are
+                fewer samples than micro-batches; a sample is empty, or is neither a length nor a tree; the samples have
+                more than 2^50 tokens together; or a number or name is not valid.
 
         Example:
             batch = ring.batch(list(map(len, texts)), max_tokens_per_rank=8192)
@@ -767,18 +768,19 @@ class Ring(Runtime):
             TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
         """
         entries: list[Tensor] = []
+        root: list[int] = []
 
         def described() -> str:
-            if type(src) is not int or not 0 <= src < self.world_size:
-                raise InputError(f"broadcast: there is no rank {src}")
+            needed = f"broadcast: src must be a rank below {self.world_size}"
+            root.append(whole_number(src, needed, 0, self.world_size - 1))
             entries.extend(tensors)
             if missing := [index for index, entry in enumerate(entries) if entry is None]:
                 raise InputError(f"broadcast: tensors[{missing[0]}] is None; leave it out on all ranks")
-            return f"broadcast from {src} of {collectives.summary(entries)}"
+            return f"broadcast from {root[0]} of {collectives.summary(entries)}"
 
         self.check_same_call(described)
         with self.guarded():
-            collectives.broadcast(self.transport, entries, src)
+            collectives.broadcast(self.transport, entries, root[0])
 
     @untraced
     def halo(self, x: Tensor, seq: Sequence, width: int, dim: int = 1) -> tuple[Tensor, Tensor]:

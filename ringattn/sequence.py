@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from itertools import accumulate, count, pairwise
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,6 +16,7 @@ from ringattn.core.fragments import Fragment, fragments_of
 from ringattn.core.layout import Layout
 from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.masks import Tree, check_mask
 from ringattn.transport.base import Message
 from ringattn.transport.untraced import disable_methods, untraced
@@ -218,7 +219,8 @@ class Sequence(Generic[RingType]):
             A tensor like x with counts[rank] tokens in `dim`.
 
         Raises:
-            InputError: `x` has no such dimension, or its size there is not the length of the sequence.
+            InputError: `x` is not a tensor or has no such dimension, or its size there is not the length of the
+                sequence.
         """
         dim = self._whole(x, dim, "shard")
         runs = self.layout.shards[self.ring.rank]
@@ -247,15 +249,18 @@ class Sequence(Generic[RingType]):
             A tensor like x with all of the sequence's tokens in `dim`.
 
         Raises:
-            InputError: A shard has the wrong length, on any rank; every rank raises.
+            InputError: `x` is not a tensor, has no such dimension or the wrong length, on any rank; every rank raises.
             DisagreementError: The shards of the ranks differ in dtype, in `dim` or in their other dimensions; or one
                 rank needs the gradient and another rank calls under torch.no_grad.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or a deadline passed (DeadlineError).
         """
 
+        axis = 0
+
         def described() -> str:
-            axis = _dimension(x, dim)
+            nonlocal axis
+            axis = dimension_of(x, dim, f"rank {self.ring.rank}: gather")
             if x.shape[axis] != self.counts[self.ring.rank]:
                 raise InputError(
                     f"rank {self.ring.rank}: gather got {x.shape[axis]} tokens in dimension {axis} of "
@@ -265,7 +270,7 @@ class Sequence(Generic[RingType]):
             return f"gather of dim {axis}, other dimensions {rest}, {x.dtype}, {self.layout}"
 
         call = self.ring.check_same_call(described, {"x": x})
-        return _Gather.apply(x, call.anchor(x), self, _dimension(x, dim), call.number)
+        return _Gather.apply(x, call.anchor(x), self, axis, call.number)
 
     def shard_labels(self, tokens: Tensor, dim: int = 1, ignore_index: int = -100, *, shift: int = 1) -> Tensor:
         """Return the next-token labels of this rank's tokens: shifted over the whole sequence, then sharded. Local.
@@ -290,13 +295,12 @@ class Sequence(Generic[RingType]):
                 f"{where}: in a tree the last token of a node has a label per child; use seq.edges(), or "
                 "ringattn.adapters.trees.edge_log_probs"
             )
+        dim = self._whole(tokens, dim, "shard_labels")
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.uint64:
             raise InputError(f"{where} makes int64 labels of integer tokens, got {tokens.dtype}; give it tokens.long()")
-        if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
-            raise InputError(f"{where}: ignore_index must be an integer of 64 bits, got {ignore_index!r}")
-        if type(shift) is not int or shift < 1:
-            raise InputError(f"{where}: shift must be a positive integer, got {shift!r}")
-        dim = self._whole(tokens, dim, "shard_labels")
+        needed = f"{where}: ignore_index must be an integer of 64 bits"
+        ignore_index = whole_number(ignore_index, needed, -(2**63), 2**63 - 1)
+        shift = whole_number(shift, f"{where}: shift must be a positive integer", 1)
         labels = tokens.to(torch.int64).roll(-shift, dim)
         documents = pairwise(self.bounds)
         ends = [token for start, stop in documents for token in range(max(start, stop - shift), stop)]
@@ -331,7 +335,7 @@ class Sequence(Generic[RingType]):
 
     def _whole(self, x: Tensor, dim: int, what: str) -> int:
         """Return `dim` as a number >= 0. Raises `InputError` unless `x` has all tokens of the sequence in `dim`."""
-        dim = _dimension(x, dim)
+        dim = dimension_of(x, dim, f"rank {self.ring.rank}: {what}")
         if x.shape[dim] != self.length:
             raise InputError(
                 f"rank {self.ring.rank}: {what} got {x.shape[dim]} tokens in dimension {dim} of {tuple(x.shape)}, "
@@ -359,13 +363,9 @@ def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple
     """
     # A tensor is read as a whole, because each read of a single element would wait for the GPU.
     numbers: Any = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    try:
-        bounds = tuple(int(number) for number in numbers)
-        are_whole = all(bound == number for bound, number in zip(bounds, numbers, strict=True))
-    except (TypeError, ValueError) as error:
-        raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}") from error
-    if not are_whole:
+    if not isinstance(numbers, Iterable):
         raise InputError(f"cu_seqlens must be integers, got {cu_seqlens!r}")
+    bounds = tuple(whole_number(number, "cu_seqlens must be integers") for number in numbers)
     if len(bounds) < 2 or bounds[0] != 0:
         raise InputError(f"cu_seqlens must start with 0 and have one number more than documents, got {bounds}")
     for index, (start, stop) in enumerate(pairwise(bounds)):
@@ -376,9 +376,13 @@ def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple
     return bounds
 
 
-def _dimension(x: Tensor, dim: int) -> int:
+def dimension_of(x: Tensor, dim: int, where: str) -> int:
+    """Return `dim` of `x` as a number >= 0. Raises `InputError` if `x` is not a tensor or has no such dimension."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{where} takes a tensor, got {type(x).__name__}")
+    dim = whole_number(dim, f"{where}: dim must be the number of a dimension")
     if not -x.dim() <= dim < x.dim():
-        raise InputError(f"dim={dim} does not exist in a tensor of shape {tuple(x.shape)}")
+        raise InputError(f"{where}: dim={dim} does not exist in a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
 
 

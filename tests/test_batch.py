@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -172,7 +173,7 @@ def test_trees_and_lengths_in_one_batch(ranks: int) -> None:
 # --- how samples are divided -----------------------------------------------------------------------------------------
 
 
-def planned(ranks: int, samples: list[int], most: int | None = None, **options: Any) -> tuple[MicroBatch, ...]:
+def planned(ranks: int, samples: Any, most: Any = None, **options: Any) -> tuple[MicroBatch, ...]:
     """Return the micro-batches of many ranks, which need not exist."""
     ring = SimpleNamespace(world_size=ranks, rank=0, machines=REFERENCE)
     ring.sequence = lambda **arguments: Ring.sequence(ring, **arguments)  # type: ignore[arg-type]
@@ -246,20 +247,30 @@ def test_the_time_of_a_token() -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "too long": ([5, 90, 7], {"max_tokens_per_rank": 40},
-                 r"sample 1 has 90 tokens, and 2 ranks take at most 80: raise max_tokens_per_rank to 45, use more"),
+                 r"sample 1 has 90 tokens, and the limit of a micro-batch is 80 on 2 ranks: raise max_tokens_per"),
     "too few": ([60, 60, 60], {"max_tokens_per_rank": 30, "micro_batches": 2},
                 r"micro_batches=2: 180 tokens in samples of up to 60 need 3 micro-batches of at most 60 tokens"),
+    "not found": ([8, 16, 5, 10, 10, 18, 7, 4], {"max_tokens_per_rank": 13, "micro_batches": 3},
+                  r"need 4 micro-batches of at most 26 tokens on 2 ranks as this method packs them"),
     "too many": ([60, 60], {"micro_batches": 3}, r"micro_batches=3: the batch has only 2 samples"),
+    "too many for one": ([60], {"micro_batches": 3}, r"the batch has only 1 sample$"),
+    "no list": (5, {}, r"batch takes a list or a tensor \(samples,\) with the number of tokens of each sample, got 5"),
+    "nothing": (None, {}, r"batch takes a list .*, got None"),
+    "a text": ("345", {}, r"batch takes a list .*, got '345'"),
+    "of two dimensions": (torch.ones(2, 2, dtype=torch.int64), {}, r"batch takes a list or a tensor \(samples,\)"),
+    "longer than a sequence": ([3, 10**30], {}, r"have 10{29}3 tokens together, and a batch takes at most 2\^50"),
     "none": ([], {}, r"batch needs at least one sample"),
     "empty": ([3, 0], {}, r"sample 1 has 0 tokens; leave it out"),
-    "a word": ([3, "4"], {}, r"sample 1 is '4'; give its number of tokens, or masks\.tree"),
-    "true": ([True], {}, r"sample 0 is True"),
+    "a word": ([3, "4"], {}, r"sample 1 must be a number of tokens or masks\.tree\(\.\.\.\), got '4'"),
+    "true": ([True], {}, r"sample 0 must be a number of tokens .*, got True"),
     "another mask": ([masks.chunked(8)], {}, r"sample 0 has the mask chunked: batch takes lengths and masks\.tree"),
     "no limit": ([3], {"max_tokens_per_rank": 0}, r"max_tokens_per_rank must be a positive integer or None, got 0"),
     "no count": ([3], {"micro_batches": 1.5}, r"micro_batches must be a positive integer or None, got 1\.5"),
-    "no time": ([3], {"token_pairs": float("nan")}, r"token_pairs must be a finite number of at least 0, got nan"),
+    "no time": ([3], {"token_pairs": float("nan")}, r"token_pairs must be a number from 0 to 2\^50, got nan"),
+    "a word for a time": ([3], {"token_pairs": "x"}, r"token_pairs must be a number from 0 to 2\^50, got 'x'"),
+    "too large a time": ([3], {"token_pairs": 10**400}, r"token_pairs must be a number from 0 to 2\^50, got 1000"),
     "no schedule": ([3], {"schedule": "rings"}, r"rings"),
 }  # fmt: skip
 
@@ -280,10 +291,31 @@ def test_tensors_that_do_not_fit_the_batch() -> None:
     with Ring() as ring:
         first, second = ring.batch(torch.tensor([3, 5, 2]), micro_batches=2)
         assert (first.samples, second.samples) == ((1,), (0, 2))
-        with pytest.raises(InputError, match=r"rank 0: shard takes one tensor per sample of the whole batch, 3, got 2"):
+        with pytest.raises(InputError, match=r"rank 0: shard takes a list of one tensor per .* batch, 3, got 2"):
             first.shard(texts[:2])
         with pytest.raises(InputError, match=r"rank 0: shard_labels: sample 2 has shape \(3,\); dimension 0 must"):
             second.shard_labels([texts[0], texts[1], torch.zeros(3, dtype=torch.int64)])
         (tree,) = ring.batch([masks.tree([-1, 0, 0], [1, 1, 1])])
         with pytest.raises(InputError, match=r"shard_labels: in a tree .* use seq\.edges"):
             tree.shard_labels([texts[0]])
+        refused: list[tuple[Any, str]] = [
+            (torch.zeros(3, 8), r"batch, 3, got Tensor"),
+            (iter(texts), r"batch, 3, got list_iterator"),
+            ([text.tolist() for text in texts], r"batch, 3; sample 0 is list"),
+            ([*texts[:2], texts[2][:, None]], r"sample 0 is \(3,\), .*; sample 2 is \(2, 1\),"),
+            ([*texts[:2], torch.zeros(2)], r"sample 0 is .* torch\.int64, cpu; sample 2 is .* torch\.float32, cpu"),
+        ]
+        for tensors, message in refused:
+            with pytest.raises(InputError, match=rf"rank 0: shard.*{message}"):
+                second.shard(tensors)
+
+
+def test_numbers_of_numpy_make_the_batch_of_pythons_numbers() -> None:
+    samples = [30, 20, 40, 10]
+    expected = planned(2, samples, 30, micro_batches=2)
+    # 8-bit numbers, whose sum is larger than 255.
+    batch = planned(2, np.array(samples, np.uint8), np.int64(30), micro_batches=np.int32(2))
+    assert [(micro.samples, micro.lengths) for micro in batch] == [(micro.samples, micro.lengths) for micro in expected]
+    assert all(type(length) is int for micro in batch for length in micro.lengths)
+    many = planned(2, [np.uint8(200)] * 3, pairs_of_token=np.float32(0.5))
+    assert many[0].seq.length == 600 and many[0].pairs == 3 * (100 + 200 * 201 / 2)

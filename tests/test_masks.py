@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -82,6 +83,22 @@ def test_wrong_numbers_are_refused(make: Callable[[Any], AttentionMask], number:
         make(number)
 
 
+def test_numbers_of_numpy_make_the_masks_of_pythons_numbers() -> None:
+    """The numbers have 8 bits, so that a sum over 255 would be wrong if they were kept."""
+    lengths, parents = np.array([200, 100, 100], np.uint8), np.array([-1, 0, 0], np.int8)
+    assert masks.tree(parents, lengths).tokens == 400
+    for mask, expected in (
+        (masks.tree(parents, lengths), masks.tree([-1, 0, 0], [200, 100, 100])),
+        (masks.chunked(np.uint8(200)), masks.chunked(200)),
+        (masks.global_tokens(np.uint8(200)), masks.global_tokens(200)),
+        (masks.prefix(np.uint8(200)), masks.prefix(200)),
+        (masks.prefix(lengths), masks.prefix([200, 100, 100])),
+        (masks.bidirectional_blocks(np.array([[3, 200]], np.uint8)), masks.bidirectional_blocks([(3, 200)])),
+        (masks.by_head([(np.uint8(3), None)]), masks.by_head([(3, None)])),
+    ):
+        assert repr(mask) == repr(expected) and mask == expected
+
+
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
@@ -114,8 +131,8 @@ def test_wrong_blocks_are_refused(blocks: list[Any], message: str) -> None:
         ),
         (lambda: masks.tree([-1], [4, 4]), "1 parents and 2 lengths"),
         (lambda: masks.tree([-1], [-4]), "whole numbers of tokens from 0 on, got -4"),
-        (lambda: masks.tree([None], [4]), "the parent of node 0 is None"),
-        (lambda: masks.by_head([(0, None)]), "a group has 0 heads"),
+        (lambda: masks.tree([None], [4]), "the parent of node 0 must be the number of a node, or -1, got None"),
+        (lambda: masks.by_head([(0, None)]), "a group needs a number of heads, at least 1, got 0"),
         (lambda: masks.by_head([(1, masks.by_head([(1, None)]))]), "list its groups instead"),
     ],
 )

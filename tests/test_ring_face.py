@@ -216,6 +216,8 @@ def test_bad_options_of_a_ring(options: dict[str, Any], message: str) -> None:
         ({"cu_seqlens": [0, 5], "length": 6}, r"cu_seqlens ends at 5, the sequence has 6 tokens"),
         ({"cu_seqlens": [0, "x"]}, r"cu_seqlens must be integers"),
         ({"cu_seqlens": 7}, r"cu_seqlens must be integers"),
+        ({"cu_seqlens": [0, True]}, r"cu_seqlens must be integers, got True"),
+        ({"cu_seqlens": [0, float("inf")]}, r"cu_seqlens must be integers, got inf"),
         ({"cu_seqlens": [0, 2.5, 4]}, r"cu_seqlens must be integers"),
         ({"cu_seqlens": torch.tensor([0.0, 2.5, 4.0])}, r"cu_seqlens must be integers"),
         ({"length": 8, "layout": "spiral"}, r"layout='spiral' is not known"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count, islice, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -139,6 +140,44 @@ def test_wrong_lengths_are_refused() -> None:
         assert str(error).startswith("rank 2 refused") == (rank != 2)
     for error in errors(lambda ring: ring.sequence(TOKENS).shard_labels(X[0, :, 0, 0].long(), dim=1)):
         assert isinstance(error, InputError) and "dim=1 does not exist" in str(error)
+
+
+WHOLE = torch.arange(TOKENS)[None]
+MISTAKES: list[tuple[Any, Any, str]] = [
+    (WHOLE.tolist(), 1, "takes a tensor, got list"),
+    (iter(WHOLE), 1, "takes a tensor, got"),
+    (WHOLE.numpy(), 1, "takes a tensor, got ndarray"),
+    *((WHOLE, dim, "dim must be the number of a dimension, got ") for dim in ("a", None, 1.0, True)),
+]
+
+
+def test_no_tensors_and_no_dimensions_are_refused() -> None:
+    with Ring() as ring:
+        seq = ring.sequence(TOKENS)
+        for name in ("shard", "gather", "shard_labels"):
+            method = getattr(seq, name)
+            for x, dim, message in MISTAKES:
+                with pytest.raises(InputError, match=f"rank 0: {name}:? {message}"):
+                    method(x, dim)
+            assert torch.equal(method(WHOLE, np.int64(-1)), method(WHOLE, 1))
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    with Ring() as ring:
+        seq = ring.sequence(np.int64(TOKENS))
+        assert seq == ring.sequence(TOKENS) and type(seq.length) is int
+        cuts = ring.sequence(cu_seqlens=np.array([0, 5, TOKENS], np.uint8))
+        assert cuts.bounds == (0, 5, TOKENS) and {type(cut) for cut in cuts.bounds} == {int}
+        labels = seq.shard_labels(WHOLE, shift=np.int64(2), ignore_index=np.int32(-7))
+        assert torch.equal(labels, seq.shard_labels(WHOLE, shift=2, ignore_index=-7))
+        copied = [WHOLE.clone()]
+        ring.broadcast(copied, src=np.int64(0))  # type: ignore[arg-type]
+        x = WHOLE[..., None].double()
+        padded = [ring.halo(x, seq, width)[0] for width in (2, np.int64(2))]  # type: ignore[arg-type]
+        assert torch.equal(*padded)
+        for length in (np.True_, np.float64(4), torch.tensor(True), torch.tensor(4.0)):
+            with pytest.raises(InputError, match="length must be a number of tokens, got"):
+                ring.sequence(length)
 
 
 def test_a_gather_with_different_dtypes_is_refused() -> None:

@@ -34,6 +34,7 @@ from ringattn.adapters.groups import ring_of
 from ringattn.adapters.transformers.host_masks import mask_spec
 from ringattn.core.layout import Layout, make_layout
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.options import check_dropout_seed
 from ringattn.ring import Ring
 from ringattn.runtime.activation import Activation, entered
@@ -339,8 +340,7 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int) -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if isinstance(heads_k_stride, bool) or not isinstance(heads_k_stride, int) or heads_k_stride < 1:
-        raise InputError(f"heads_k_stride must be a number of heads, at least 1, got {heads_k_stride!r}")
+    whole_number(heads_k_stride, "heads_k_stride must be a number of heads, at least 1", 1)
     # `register` checks the version of transformers first. The two names below replace transformers' own entries.
     adapter.register()
     _ring.set(ring_of(process_group))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ringattn.core.fragments import Fragment
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.layers.base import Layer, check_sequence
 from ringattn.runtime.consistency import refuse_dtensors
 from ringattn.runtime.states import reach, start_scan
@@ -75,8 +76,7 @@ class ShortConvolution(Layer):
             InputError: `kernel_size` is not a positive integer, or the activation is unknown.
         """
         super().__init__()
-        if type(kernel_size) is not int or kernel_size < 1:
-            raise InputError(f"kernel_size must be a positive number of tokens, got {kernel_size!r}")
+        kernel_size = whole_number(kernel_size, "kernel_size must be a positive number of tokens", 1)
         if activation not in (None, "silu", "swish"):
             raise InputError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
         self.channels, self.kernel_size, self.activation, self.fn = channels, kernel_size, activation, fn

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from ringattn.errors import InputError, OutOfMemoryError, TransportError
+from ringattn.integers import whole_number
 from ringattn.planner.plan import Plan, account, mib, remedies
 
 LOGGER = logging.getLogger("ringattn")
@@ -151,11 +152,9 @@ class MemoryMonitor:
         self.profile = _profile(profile, rank)
         self._pool, self._device, self._rank, self._gather = pool, device, rank, gather
         self._actions = _actions({} if actions is None else actions, rank)
-        if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
-            raise InputError(
-                f"rank {rank}: capacity_bytes={capacity_bytes!r}: expected a whole number of bytes from 1 on, or None "
-                "for the device's memory"
-            )
+        if capacity_bytes is not None:
+            needed = f"rank {rank}: capacity_bytes must be a whole number of bytes from 1 on, or None"
+            capacity_bytes = whole_number(capacity_bytes, needed, 1)
         self._capacity_bytes = capacity_bytes
 
     def read(self) -> Reading:

@@ -19,35 +19,39 @@ from ringattn.core.bounded_cache import bounded
 from ringattn.core.fragments import Halo, Ints, Part, Scan, Update, halo_of, scan_of
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.integers import whole_number
 from ringattn.masks import Tree
 from ringattn.runtime.activation import attended, unseen
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import Runtime
-from ringattn.sequence import Sequence
+from ringattn.sequence import Sequence, dimension_of
 from ringattn.transport.base import Message, WorkHandle
 
 
 def halo(ring: Runtime, x: Tensor, seq: Sequence, width: int, dim: int) -> tuple[Tensor, Tensor]:
     """See `Ring.halo`."""
 
+    axis, rows = 0, 0
+
     def described() -> str:
-        if type(width) is not int or width < 0:
-            raise InputError(f"halo: width must be a number of rows, got {width!r}")
-        if not -x.dim() <= dim < x.dim() or x.shape[dim] != seq.counts[ring.rank]:
+        nonlocal axis, rows
+        rows = whole_number(width, "halo: width must be a number of rows", 0)
+        axis = dimension_of(x, dim, "halo")
+        if x.shape[axis] != seq.counts[ring.rank]:
             raise InputError(
-                f"halo: dimension {dim} of a tensor of shape {tuple(x.shape)} must have this rank's "
+                f"halo: dimension {axis} of a tensor of shape {tuple(x.shape)} must have this rank's "
                 f"{seq.counts[ring.rank]} tokens"
             )
         _check_order(seq)
-        halo_of(seq.layout, seq.bounds, width, ring.rank)
-        rest = [size for index, size in enumerate(x.shape) if index != dim % x.dim()]
-        return "\n".join((f"halo of {width} rows of {rest}, {x.dtype}", _facts(seq.layout, seq.bounds)))
+        halo_of(seq.layout, seq.bounds, rows, ring.rank)
+        rest = [size for index, size in enumerate(x.shape) if index != axis]
+        return "\n".join((f"halo of {rows} rows of {rest}, {x.dtype}", _facts(seq.layout, seq.bounds)))
 
     call = ring.check_same_call(described, {"x": x})
     attended()
-    plan = halo_of(seq.layout, seq.bounds, width, ring.rank)
-    padded = _Halo.apply(x.movedim(dim, 0), call.anchor(x), ring, plan, call.number)
-    return padded.movedim(0, dim), _on(x, plan.local)
+    plan = halo_of(seq.layout, seq.bounds, rows, ring.rank)
+    padded = _Halo.apply(x.movedim(axis, 0), call.anchor(x), ring, plan, call.number)
+    return padded.movedim(0, axis), _on(x, plan.local)
 
 
 def _check_order(seq: Sequence) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringattn.errors import ClosedError, DeadlineError, InputError, PeerLostError, TransportError
+from ringattn.integers import whole_number
 from ringattn.transport.base import HostTransport, Message, Operation, listed, operations
 from ringattn.transport.control_store import first_cause
 
@@ -35,9 +36,9 @@ class LocalWorld:
     """
 
     def __init__(self, world_size: int, timeout_s: float = 600.0) -> None:
-        if world_size < 1 or timeout_s <= 0:
-            raise InputError(f"a world needs ranks and a deadline, not world_size={world_size}, timeout_s={timeout_s}")
-        self.world_size = world_size
+        if timeout_s <= 0:
+            raise InputError(f"timeout_s must be positive, got {timeout_s!r}")
+        self.world_size = whole_number(world_size, "world_size must be a positive number of ranks", 1)
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.first_failure: tuple[int, BaseException] | None = None

@@ -119,7 +119,7 @@ def test_an_unknown_profile_is_refused_and_a_custom_one_accepted() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"capacity_bytes": bad}, rf"capacity_bytes={bad!r}: expected a whole number of bytes from 1 on")
+        *(({"capacity_bytes": bad}, rf"capacity_bytes must be a whole number of bytes from 1 on, or None, got {bad!r}")
           for bad in (0, -1, math.nan, math.inf, 1e9, True, "80GiB")),
         *(({"profile": Profile(*bad)}, r"expected ascending shares of the memory, 0 < target")
           for bad in ((0.9, 0.95, 0.92, 0.97), (0.95, 0.92, 0.95, 0.97), (0.9, 0.92, 0.97, 0.95), (90, 92, 95, 97),

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,9 +158,12 @@ def test_the_first_cause_is_chained() -> None:
 
 
 def test_world_refuses_invalid_arguments() -> None:
-    for arguments in [(0, 1.0), (2, 0.0)]:
-        with pytest.raises(InputError, match="ranks and a deadline"):
-            LocalWorld(*arguments)
+    for ranks in (0, 2.0, True, "2"):
+        with pytest.raises(InputError, match="world_size must be a positive number of ranks, got"):
+            LocalWorld(ranks)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="timeout_s must be positive, got"):
+        LocalWorld(2, 0.0)
+    assert type(LocalWorld(np.int64(2)).world_size) is int  # type: ignore[arg-type]
     world = LocalWorld(1)
     alone = world.transport(0)
     for rank in (0, 1, -1):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.integers import whole_number
 from ringattn.layers.tiled import Tiling, check_device, inputs_on_host, tiled
 
 FEED_FORWARDS = ("mlp", "feed_forward")
@@ -50,9 +51,11 @@ def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, off
     Raises `InputError` for numbers below 1 or different from an earlier call, and `UnsupportedError` if the model does
     not support an option.
     """
-    for name, number in (("tiled_mlp", tiled_mlp), ("chunked_loss", chunked_loss)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise InputError(f"{name}={number!r}: it must be a number of tokens, at least 1, or None")
+    needed = "{} must be a number of tokens, at least 1, or None"
+    if tiled_mlp is not None:
+        tiled_mlp = whole_number(tiled_mlp, needed.format("tiled_mlp"), 1)
+    if chunked_loss is not None:
+        chunked_loss = whole_number(chunked_loss, needed.format("chunked_loss"), 1)
     before = getattr(model, SAVING, Saving(None, None, False))
     saving = Saving(tiled_mlp or before.tiled_mlp, chunked_loss or before.chunked_loss,
                     offload_checkpoints or before.offload_checkpoints)  # fmt: skip
