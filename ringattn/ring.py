@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from numbers import Real
+from threading import Thread
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -50,6 +51,21 @@ from ringattn.transport.untraced import untraced
 
 Planned = TypeVar("Planned", bound=Sequence[Any] | tuple[MicroBatch, ...])
 """What `Ring.plan_ahead` plans."""
+
+
+class _PlannedAhead(Future[Planned]):
+    """The future of `Ring.plan_ahead`. After the ring was closed or has failed, `result` raises `ClosedError`."""
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__()
+        self._ring = ring
+
+    def result(self, timeout: float | None = None) -> Planned:
+        """Wait for the plan and return the sequence or the batch."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._ring.check_open()
 
 
 class Ring(Runtime):
@@ -305,9 +321,10 @@ class Ring(Runtime):
             The future of what `make` returns. Its `result()` waits until that is planned.
 
         Raises:
-            ClosedError: The ring was closed or has failed. From `result()`: also whatever `make` or planning raised;
-                InputError if `make` did not return sequences of this ring. A call that is refused for the new sequence
-                is refused when it is made, on all ranks.
+            InputError: `make` is not a function. From `result()`: `make` did not return a sequence of this ring, or its
+                micro-batches. A call that is refused for the new sequence is refused when it is made, on all ranks.
+            ClosedError: The ring was closed or has failed. From `result()` too.
+            BaseException: From `result()`, what `make` or planning raised.
 
         Example:
             ahead = ring.plan_ahead(lambda: ring.sequence(mask=trees[0], layout="mask"))
@@ -317,23 +334,29 @@ class Ring(Runtime):
                 ahead = ring.plan_ahead(lambda: ring.sequence(mask=trees[step + 1], layout="mask"))
                 loss.backward()
         """
+        if not callable(make):
+            raise InputError(f"rank {self.rank}: plan_ahead takes a function that returns a sequence, got {make!r}")
         passes = self.recent_passes()
+        future = _PlannedAhead[Planned](self)
 
-        def plan() -> Planned:
-            made = make()
-            for part in made if isinstance(made, tuple) else [made]:
-                seq = part.seq if isinstance(part, MicroBatch) else part
-                if not isinstance(seq, Sequence) or seq.ring is not self:
+        def plan() -> None:
+            try:
+                made = make()
+                parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+                seqs = [part.seq if isinstance(part, MicroBatch) else part for part in parts]
+                if not seqs or not all(isinstance(seq, Sequence) and seq.ring is self for seq in seqs):
                     raise InputError(
                         f"rank {self.rank}: plan_ahead takes a function that returns a sequence or a batch of this "
                         f"ring, got {made!r}"
                     )
-                plan_passes(self, seq, passes)
-            return made
+                for seq in seqs:
+                    plan_passes(self, seq, passes)
+                future.set_result(made)
+            except BaseException as error:  # raised by `result`
+                future.set_exception(error)
 
-        pool = ThreadPoolExecutor(1, "ringattn-plan")
-        future = pool.submit(plan)
-        pool.shutdown(wait=False)  # the thread ends after this plan
+        future.set_running_or_notify_cancel()
+        Thread(target=plan, name="ringattn-plan").start()
         return future
 
     @overload

@@ -155,6 +155,28 @@ def test_failures_in_the_thread_are_raised_by_result(monkeypatch: pytest.MonkeyP
         ring.plan_ahead(lambda: seq)
 
 
+def test_what_plans_nothing_is_refused_and_no_plan_outlives_its_ring() -> None:
+    released = threading.Event()
+    with Ring(engine="plain") as ring:
+        with pytest.raises(InputError, match="plan_ahead takes a function that returns a sequence, got Sequence"):
+            ring.plan_ahead(ring.sequence(TOKENS))  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"a sequence or a batch of this ring, got \(\)"):
+            ring.plan_ahead(lambda: ()).result()
+        before = ring.plan_ahead(lambda: ring.sequence(TOKENS))
+        assert before.result() == ring.sequence(TOKENS)
+        seq = ring.sequence(TOKENS)
+
+        def slow() -> Sequence[Ring]:
+            assert released.wait(60)
+            return seq
+
+        during = ring.plan_ahead(slow)
+    released.set()
+    for future in (before, during):
+        with pytest.raises(ClosedError, match="it was closed"):
+            future.result()
+
+
 def test_a_call_that_is_refused_for_the_next_sequence_is_refused_on_all_ranks_when_it_is_made() -> None:
     def body(ring: Ring) -> list[str]:
         ring.plan_ahead(lambda: ring.sequence(TOKENS)).result()
