@@ -17,6 +17,7 @@ from ringattn.core.problem import FLOATS, Problem
 from ringattn.engine.base import OPTIONAL, BackwardInputs, Engine, Softmax, accumulator_dtype
 from ringattn.engine.philox import MOST_TOKENS
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.gradients import once_differentiable
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
@@ -239,7 +240,7 @@ class AttentionFunction(torch.autograd.Function):
         return result, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         with ctx.ring.refused_by_all():  # autograd raises here if a saved tensor was changed in place or freed
             q, k, v, sinks, out, lse, kept = ctx.saved_tensors

@@ -23,6 +23,7 @@ from ringattn.core.problem import Problem
 from ringattn.engine.base import accumulator_dtype
 from ringattn.engine.latent import LatentEngine
 from ringattn.errors import InputError
+from ringattn.gradients import once_differentiable
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route, latents_are_faster
 from ringattn.runtime.activation import unseen
@@ -142,7 +143,7 @@ class _LatentAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         with ctx.ring.refused_by_all():  # autograd raises here if a saved tensor was changed in place or freed
             q, rotary, latents, w_k, w_v, sinks, out, lse, kept = ctx.saved_tensors

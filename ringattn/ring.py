@@ -395,6 +395,7 @@ class Ring(Runtime):
         torch.autocast has no effect: out has the dtype of q, and engines ignore it. As with torch's
         scaled_dot_product_attention, the backward pass uses the outputs and raises if they were changed in place. If an
         input of any rank needs a gradient, the outputs of all ranks carry a graph, and every rank calls backward.
+        Second derivatives are not supported: a backward pass with create_graph=True raises UnsupportedError.
 
         Args:
             q: Queries, this rank's shard of `seq`: float64, float32, float16 or bfloat16.

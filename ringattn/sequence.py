@@ -16,6 +16,7 @@ from ringattn.core.fragments import Fragment, fragments_of
 from ringattn.core.layout import Layout
 from ringattn.core.mask import AttentionMask
 from ringattn.errors import InputError
+from ringattn.gradients import once_differentiable
 from ringattn.integers import whole_number
 from ringattn.masks import Tree, check_mask
 from ringattn.transport.base import Message
@@ -239,7 +240,7 @@ class Sequence(Generic[RingType]):
         """Return the full tensor, in order, on every rank. Differentiable. A collective call.
 
         The gradient of a rank's tokens is the *sum* over ranks, so divide a loss that every rank computes in full by
-        world_size.
+        world_size. As for attention, a backward pass with create_graph=True raises `UnsupportedError`.
 
         Args:
             x: This rank's tokens.
@@ -414,7 +415,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor | None, seq: Sequence, dim: int, number: int) -> Tensor:
-        ctx.seq, ctx.dim, ctx.number = seq, dim, number
+        ctx.seq, ctx.ring, ctx.dim, ctx.number = seq, seq.ring, dim, number
         ring = seq.ring
         local = x.detach().movedim(dim, 0).contiguous()
         full = local.new_empty(seq.length, *local.shape[1:])
@@ -438,9 +439,9 @@ class _Gather(torch.autograd.Function):
         return full.movedim(0, dim).detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        seq, ring = ctx.seq, ctx.seq.ring
+        seq, ring = ctx.seq, ctx.ring
         full = grad.movedim(ctx.dim, 0)
         own = _pieces(seq, ring.rank, full)
         sent, received, parts = list[list[Tensor]](), list[list[Tensor]](), list[Tensor]()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ringattn import (
     ClosedError,
@@ -18,6 +19,8 @@ from ringattn import (
     Ring,
     RingMultiheadAttention,
     RingMultiheadDilatedAttention,
+    Sequence,
+    UnsupportedError,
 )
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.engine.base import OPTIONAL
@@ -124,14 +127,28 @@ def test_backward_after_close() -> None:
         assert isinstance(error, ClosedError) and f"rank {rank}: this ring cannot be used any more" in str(error)
 
 
-def test_double_backward_is_refused() -> None:
-    def body(ring: Ring) -> None:
-        q = ring.sequence(TOKENS).shard(X).requires_grad_()
-        loss = ring.attention(q, q, q, ring.sequence(TOKENS)).square().sum()
-        (grad,) = torch.autograd.grad(loss, q, create_graph=True)
-        grad.sum().backward()
+CALLS: dict[str, Callable[[Ring, Tensor, Sequence[Ring]], Tensor]] = {
+    "attention": lambda ring, x, seq: ring.attention(x, x, x, seq),
+    "gather": lambda ring, x, seq: seq.gather(x),
+    "halo": lambda ring, x, seq: ring.halo(x, seq, 1)[0],
+}
 
-    assert all(isinstance(e, RuntimeError) and "differentiate twice" in str(e) for e in errors(body))
+
+@pytest.mark.parametrize("call", CALLS)
+def test_second_derivatives_are_refused_on_all_ranks(call: str) -> None:
+    """The gradient of a sum is a constant to autograd, so no later backward pass would reach the call."""
+
+    def body(ring: Ring) -> None:
+        x = ring.sequence(TOKENS).shard(X).requires_grad_()
+        loss = CALLS[call](ring, x, ring.sequence(TOKENS)).sum() + x.pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=ring.rank == 1)
+        if ring.rank == 1:
+            torch.autograd.grad(grad.square().sum(), x)
+        ring.barrier()
+
+    for rank, error in enumerate(errors(body)):
+        assert isinstance(error, UnsupportedError if rank == 1 else InputError)
+        assert "rank 1: second derivatives of ringattn" in str(error)
 
 
 def test_a_backward_that_was_freed() -> None:

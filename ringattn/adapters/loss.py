@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringattn.adapters.attend import lone_sequence
 from ringattn.errors import InputError, RingError
+from ringattn.gradients import once_differentiable
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
@@ -167,7 +168,7 @@ class LabelLogProbs(torch.autograd.Function):
         return torch.where(counts, logits[rows, indices].to(dtype) - lse[rows], 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, indices, counts, lse, rows = ctx.saved_tensors
         scale = torch.where(counts, grad, 0.0)

@@ -25,6 +25,7 @@ from ringattn.adapters.context import sequence_of
 from ringattn.adapters.hosts import local_heads, local_sinks
 from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import ClosedError, InputError
+from ringattn.gradients import once_differentiable
 from ringattn.masks import from_text
 from ringattn.options import AttentionKeywords, AttentionOptions, check_names, takes_options
 from ringattn.ring import Ring
@@ -323,6 +324,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
+@once_differentiable
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     *saved, out, lse, ticket = ctx.saved_tensors
     dq, dk, dv, dsinks = attention_backward(*saved, out, lse, ticket, dout, dlse)
@@ -344,7 +346,7 @@ class _Anchored(torch.autograd.Function):
         return out.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[None, ...]:
         attention_backward(*ctx.saved_tensors, dout, None)
         return (None,) * 8

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import InputError
+from ringattn.gradients import once_differentiable
 from ringattn.layers.rotary import Rope, Rotation, rotate
 
 Backend = Literal["auto", "plain", "epilogue", "fused"]
@@ -266,7 +267,7 @@ class _KernelProjection(torch.autograd.Function):
         return buffers
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from ringattn.kernels.qkv import epilogue_grad_call, norm_parts
 

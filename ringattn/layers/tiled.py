@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import InputError
+from ringattn.gradients import once_differentiable
 
 Function = Callable[..., Tensor]
 

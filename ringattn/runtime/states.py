@@ -19,6 +19,7 @@ from ringattn.core.bounded_cache import bounded
 from ringattn.core.fragments import Halo, Ints, Part, Scan, Update, halo_of, scan_of
 from ringattn.core.layout import Layout
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.gradients import once_differentiable
 from ringattn.integers import whole_number
 from ringattn.masks import Tree
 from ringattn.runtime.activation import attended, unseen
@@ -205,12 +206,12 @@ class _StartScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, transitions: Tensor, states: Tensor, _: Tensor | None, scan: PendingStates) -> Tensor:
-        ctx.scan, ctx.shape = scan, transitions.shape
+        ctx.scan, ctx.ring, ctx.shape = scan, scan.ring, transitions.shape
         scan.begin(transitions, states, reverse=False)
         return torch.empty_like(states)  # stands for the initial states, which `_FinishScan` computes
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, before: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_states = ctx.scan.end()
         if ctx.scan.matrix:
@@ -228,13 +229,13 @@ class _FinishScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, started: Tensor, transitions: Tensor, scan: PendingStates) -> Tensor:
-        ctx.scan = scan
+        ctx.scan, ctx.ring = scan, scan.ring
         before = scan.end()
         ctx.save_for_backward(transitions, before)
         return before.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         scan = ctx.scan
         with scan.ring.refused_by_all():  # autograd raises here if a saved tensor was changed in place or freed
@@ -258,7 +259,7 @@ class _Halo(torch.autograd.Function):
         return padded
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         ring, plan = ctx.ring, ctx.plan
         ring.check_consistency("halo", backward_of=ctx.number)
@@ -296,7 +297,7 @@ class _Reach(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         empty, shape = ctx.like
         return grad, empty.new_zeros(shape)

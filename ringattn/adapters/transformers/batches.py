@@ -33,6 +33,7 @@ from ringattn.adapters.transformers.positions import IMAGE_INPUTS, image_positio
 from ringattn.adapters.transformers.token_labels import shifts_labels
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.gradients import once_differentiable
 from ringattn.ring import Ring
 from ringattn.sequence import Sequence
 
@@ -328,7 +329,7 @@ class _Sum(torch.autograd.Function):
         return _summed(part, ring)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _summed(grad, ctx.ring), None
 

@@ -26,6 +26,7 @@ from ringattn.adapters.attend import UNTRACED, as_autocast
 from ringattn.adapters.context import sequence_of
 from ringattn.adapters.host_versions import Host
 from ringattn.errors import UnsupportedError
+from ringattn.gradients import once_differentiable
 from ringattn.sequence import Sequence
 
 
@@ -360,7 +361,7 @@ class SelectedRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, rows, *weights, indices, first, last = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32)
