@@ -38,7 +38,7 @@ from ringattn.adapters.transformers.calls import is_wrapped
 from ringattn.adapters.transformers.checks import base_of, declare_outputs
 from ringattn.adapters.transformers.loaders import last_turn, share_evaluation
 from ringattn.adapters.transformers.memory import refuse_logits
-from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, labels_per_rank
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -217,7 +217,8 @@ class RingSFTMixin(_RingTRLMixin):
                 )
             # In evaluation, Trainer passes no count. The count is divided by the ranks, because the losses of ranks are
             # averaged later.
-            num_items_in_batch = self._summed((inputs["shift_labels"] != -100).sum()) / self.ring.world_size
+            labels = self._summed((inputs["shift_labels"] != -100).sum())
+            num_items_in_batch = labels_per_rank(labels, self.ring.world_size, host.model)
         # The count is among the inputs too, because a fused head computes the loss inside the model, and that loss has
         # to be this rank's part.
         inputs = {**inputs, "num_items_in_batch": num_items_in_batch}

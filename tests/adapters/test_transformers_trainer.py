@@ -65,8 +65,19 @@ def test_checkpointed_layers_of_both_routes(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", CASES)
 def test_trainer_over_processes(world_size: int, tmp_path: Path) -> None:
-    """Training equals one process on one ring of two ranks (2 processes) and on two such rings (4 processes)."""
+    """Training equals one process on a ring of 2 or 3 processes and on two rings of two ranks (4 processes)."""
     check_trained(tmp_path, world_size, CASES[world_size])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_labels_are_divided_by_three_ranks_in_the_precision_of_the_loss(dtype: torch.dtype) -> None:
+    model = SimpleNamespace(dtype=dtype)
+    share, loss = trainer_adapter.labels_per_rank(torch.tensor(100), 3, model), torch.ones((), dtype=dtype)
+    assert isinstance(share, torch.Tensor)
+    assert share.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert abs(share.item() - 100 / 3) <= torch.finfo(share.dtype).eps * 100 / 3
+    assert (loss.to(share.dtype) / share).dtype == share.dtype  # no wider than the loss, which is at least float32
+    assert trainer_adapter.labels_per_rank(100, 3, model) == 100 / 3
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ DIVIDED = ("divided", "divided, measured", "divided, qwen3_5_text", "packed, div
 """Cases with `max_tokens_per_rank`, compared with whole batches in one process. Weights of the last one are sharded."""
 CASES = {
     2: tuple(sorted(_TWO, key=lambda case: "sharded" in case)),
+    3: ("packed, unclipped, labels of each process",),
     4: (
         "two rings",
         "two rings, full batches",
@@ -342,6 +343,8 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
     if "compiled" in case:
         args |= {"max_steps": 2, "gradient_accumulation_steps": 1, "torch_compile_backend": "aot_eager"}
         args |= {"torch_compile": rings > 0}
+    if "unclipped" in case:
+        args |= {"max_grad_norm": 0.0}
     if "sharded" in case:
         args |= SHARDED if rings else dict.fromkeys(SHARDED)
     if case == "two rings, full batches":

@@ -288,7 +288,7 @@ class RingTrainerMixin:
         # Every rank computes a loss of the user from the whole batch, so the count of one process is right for it.
         if labels is None or (has_custom_loss(host) and not host.args.average_tokens_across_devices):
             return labels
-        return labels / self.ring.world_size
+        return labels_per_rank(labels, self.ring.world_size, host.model)
 
     def get_tp_size(self) -> int:
         """Return the number of processes with the same loss. Trainer divides the scale of its loss by it.
@@ -566,7 +566,7 @@ class RingTrainerMixin:
         if "shift_labels" in shards and takes_means(host):
             # Every rank divides its part of the sum by the labels per rank, see `_get_num_items_in_batch`.
             labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
-            shards["num_items_in_batch"] = (labels != -100).sum() / self.ring.world_size
+            shards["num_items_in_batch"] = labels_per_rank((labels != -100).sum(), self.ring.world_size, prepared)
         return partial(self._sharded_step, self._seq, seed), shards
 
     @contextmanager
@@ -601,6 +601,16 @@ class RingTrainerMixin:
                 yield
         finally:
             self._computes_whole_loss, state.num_processes = False, processes
+
+
+def labels_per_rank(labels: Tensor | int, ranks: int, model: Any) -> Tensor | float:
+    """Return the number of labels divided by the ranks, in float64 for a float64 model and otherwise in float32.
+
+    A loss is divided by it. torch would divide an integer in its default dtype; float64 would be the dtype of the loss.
+    """
+    if isinstance(labels, Tensor):
+        labels = labels.to(torch.promote_types(torch.float32, base_of(model).dtype))
+    return labels / ranks
 
 
 def ring_of_arguments(arguments: Iterable[Any], cp_size: int | None = None) -> Ring:
