@@ -160,6 +160,8 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
 
     def _check_mask(self, text: str) -> None:
         mask = self._mask_at(None)
+        if text.startswith("tree:") and not mask.tokens:
+            raise InputError(f"mask={text}: a tree of 0 tokens; give a node at least 1 token")
         if text.startswith("tree:") and self.tokens not in (None, mask.tokens):
             raise InputError(f"tokens={self.tokens}: mask={text} has {mask.tokens} tokens; leave tokens out")
         if not mask.takes_causal and self.causal:

@@ -406,16 +406,20 @@ class Slices(AttentionMask):
         query = int(max(q[n], k[n] + least[n]))
         return query, query - int(least[n])
 
+    def check_causal(self, remedy: str) -> None:
+        """Raise InputError, which ends with the remedy, if `causal` excludes a pair of the slices."""
+        if self.later_key is not None:
+            query, key = self.later_key
+            raise InputError(
+                f"masks.slices: query {query} attends to the later key {key}, which causal excludes; {remedy}"
+            )
+
     def lower(self, frame: Frame) -> Mask:
         """See `AttentionMask.lower`. If `causal` excludes no pair, the slices are the same with it and without."""
         if frame.windowed:
             raise InputError("masks.slices says which pairs are allowed; leave the window out")
-        if frame.causal and self.later_key is not None:
-            query, key = self.later_key
-            raise InputError(
-                f"masks.slices: query {query} attends to the later key {key}, which causal excludes; leave causal out. "
-                "Where a causal model sets it, pass the pairs as an attention_mask of four dimensions instead"
-            )
+        if frame.causal:
+            self.check_causal("leave causal out")
         if len(frame.documents) != 1:
             raise InputError("masks.slices needs sequences without documents; give each document slices of its own")
         array = self.rectangles.array

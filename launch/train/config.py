@@ -230,6 +230,8 @@ def _check_division(config: TrainConfig) -> None:
         reason = f"uses one ring of all ranks, so replicas={config.replicas} has no place; leave replicas out"
     elif config.layout not in ("auto", "documents"):
         reason = f"places documents by layout=documents; leave layout={config.layout} out"
+    elif config.micro_batch is not None:
+        reason = f"decides the micro-batches, so micro_batch={config.micro_batch} has no effect; leave one out"
     elif config.prompt_tokens:
         reason = f"takes sequences apart, in which prompt_tokens={config.prompt_tokens} are counted; leave one out"
     elif config.attention == "dilated":

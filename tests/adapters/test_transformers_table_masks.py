@@ -200,7 +200,7 @@ def test_slices_of_the_sequence_that_a_causal_model_refuses() -> None:
     def call(seq: Sequence, mask: masks.AttentionMask, name: str) -> None:
         forward(seq.with_mask(mask), prepare(tiny_model(name, "eager")))
 
-    later = r"query 25 attends to the later key 26, .* as an attention_mask of four dimensions instead"
+    later = r"query 25 attends to the later key 26, .*; pass the pairs as an attention_mask of four dimensions to"
     refused_by_all(lambda seq: call(seq, SINKS, "llama"), later, InputError)
     refused_by_all(lambda seq: call(seq, CAUSAL, "mistral"), "masks.slices .* leave the window out", InputError)
 

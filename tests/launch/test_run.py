@@ -134,6 +134,7 @@ def test_the_words_of_a_run_load_the_same_run() -> None:
         ("mask='slices:0-5x0-5f'", "mask=slices:0-5x0-5f: attends to later keys; set causal=false"),
         ("mask='slices:0-5x0-5b'", "this mask has no smaller form; use ringattn explain"),
         ("mask='by_head:4=;4=chunked:3'", "this mask has no smaller form; use ringattn explain"),
+        ("mask=tree:0", "mask=tree:0: a tree of 0 tokens"),
         ("mask='tree:20(10,10)' tokens=7", "tokens=7: mask=tree:20(10,10) has 40 tokens; leave tokens out"),
         ("window=[5]", "window=[5]: write the keys before and after the query"),
         ("segment_lengths=[64]", "segment_lengths: needs dilation_rates; give both or neither"),

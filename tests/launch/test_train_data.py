@@ -146,6 +146,7 @@ DIVIDED = ["pack_documents=true", "max_tokens_per_rank=9"]
         (["layout=per_document"], "layout=per_document: needs documents"),
         (["max_tokens_per_rank=9"], "max_tokens_per_rank=9: divides documents .*; set pack_documents=true"),
         ([*DIVIDED, "replicas=2", "batch=2"], "max_tokens_per_rank=9: uses one ring .*; leave replicas out"),
+        ([*DIVIDED, "micro_batch=1"], "max_tokens_per_rank=9: .* micro_batch=1 has no effect; leave one out"),
         ([*DIVIDED, "layout=zigzag"], "max_tokens_per_rank=9: places documents by layout=documents; leave layout=z"),
         ([*DIVIDED, "prompt_tokens=3"], "max_tokens_per_rank=9: takes sequences apart, in which prompt_tokens=3"),
         (

@@ -40,6 +40,7 @@ from ringattn.adapters.transformers.selecting import (
 )
 from ringattn.adapters.transformers.table_masks import Rows, TableMask, table_mask
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.masks import Slices
 from ringattn.runtime.activation import activate, active_sequence, attended
 from ringattn.sequence import Sequence
 
@@ -120,6 +121,8 @@ def attention_forward(
             refuse_dropout(dropout)
         refuse_options(module, dropout, kwargs)
         check_tokens(seq, query.shape[2])
+        if spec.causal and isinstance(seq.mask, Slices):
+            seq.mask.check_causal("pass the pairs as an attention_mask of four dimensions to the model instead")
         if is_cross_attention(module):
             check_encoder(seq, spec.padding)
         seed = drawn_seed(seq.ring) if dropout else None
