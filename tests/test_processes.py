@@ -30,7 +30,7 @@ from tests.contract.processes import Processes
 from tests.gpu.test_processes import every_schedule_is_exact
 
 ROOT = Path(__file__).resolve().parent.parent
-MASKS = ("full", "causal", "window", "documents", "dilated")
+MASKS = ("full", "causal", "window", "documents", "slices", "dilated")
 
 
 @pytest.mark.slow

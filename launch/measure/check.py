@@ -71,12 +71,20 @@ class Case(NamedTuple):
         causal = self.mask.startswith("causal")
         keys: dict[str, Any] = {"tokens": tokens, "causal": causal, "layout": self.layout, "schedule": self.schedule}
         lengths = [tokens // 9 + 1, tokens // 2 + 1, 2 * tokens + 1]
+        quarter, half = tokens // 4, tokens // 2
         sizes: dict[str, dict[str, Any]] = {
             "window": {"window": [tokens // 5, 0 if causal else tokens // 9]},
             "chunk": {"mask": f"chunked:{tokens // 7 + 1}"},
             "prefix": {"mask": f"prefix:{tokens // 8}"},
             "blocks": {"mask": f"bidirectional_blocks:0,{tokens // 4},{tokens // 2},{tokens}"},
             "global": {"mask": f"global_tokens:{tokens // 20 + 1}"},
+            # A root with two children, of which one has a child.
+            "tree": {"mask": f"tree:{tokens - 3 * quarter}({quarter},{quarter}({quarter}))"},
+            # The first quarter attends to all keys of the first half, and the second quarter to none. The last half
+            # attends to a triangle of the first half and to later keys.
+            "slices": {
+                "mask": f"slices:0-{quarter}x0-{half}f,{half}-{tokens}x0-{half}c,{half}-{tokens}x{half}-{tokens}i"
+            },
             # The segments are ragged, one is longer than a shard, and one is longer than the sequence. Not all rates
             # divide their segments.
             "dilated": {"segment_lengths": lengths, "dilation_rates": [1, 3, 4]},
@@ -90,7 +98,7 @@ class Case(NamedTuple):
 
 MASKS = ("full", "causal", "window", "causal window", "documents", "causal documents", "causal window documents",
          "causal chunk documents", "causal prefix documents", "causal blocks documents", "window global",
-         "dilated", "causal dilated documents")  # fmt: skip
+         "causal tree", "slices", "dilated", "causal dilated documents")  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
@@ -103,15 +111,17 @@ def cases() -> Iterator[Case]:
 def paired_cases() -> Iterator[Case]:
     """Yield a subset of `cases` that covers every pair of mask and schedule, mask and layout, layout and schedule."""
     # Each mask occurs once with each schedule. The index of its layout is that of the schedule plus that of the mask.
+    # Only two masks have the layout "mask", which occurs with all schedules.
     for case in cases():
         layouts, turn = layouts_for(case.mask), list(ROUTES).index(case.schedule) + MASKS.index(case.mask)
-        if case.layout == layouts[turn % len(layouts)]:
+        if case.layout in ("mask", layouts[turn % len(layouts)]):
             yield case
 
 
 def layouts_for(mask: str) -> list[str]:
     """Return the layouts that are valid with a mask."""
-    return [layout for layout in LAYOUTS if layout not in OF_DOCUMENTS or "documents" in mask]
+    layouts = [layout for layout in LAYOUTS if layout not in OF_DOCUMENTS or "documents" in mask]
+    return [*layouts, "mask"] if "tree" in mask or "slices" in mask else layouts
 
 
 def main(argv: Sequence[str]) -> int:

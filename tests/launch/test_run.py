@@ -438,6 +438,11 @@ def test_check_prints_a_line_for_each_schedule(capsys: pytest.CaptureFixture[str
         assert all(float(error) < 1e-10 for error in line[4:8]) and line[8] == "exact"
 
 
+def test_check_places_tokens_for_trees_and_slices() -> None:
+    layouts = {mask: {case.layout for case in ALL_CASES if case.mask == mask} for mask in ("causal tree", "slices")}
+    assert all(names == {"contiguous", "zigzag", "striped", "mask"} for names in layouts.values())
+
+
 def test_paired_cases_cover_every_pair_of_values_of_all_cases() -> None:
     pairs, covered = (set().union(*(parts(case, 2) for case in cases)) for cases in (ALL_CASES, PAIRED_CASES))
     assert covered == pairs and len(PAIRED_CASES) < len(ALL_CASES) / 3
