@@ -13,11 +13,12 @@ import pytest
 
 from ringattn.schedule.routes import ROUTES
 
-RING, ALL_GATHER, DIRECT, SUB_RINGS, ULYSSES, BIDIRECTIONAL, DOUBLE_RING, ULYSSES_RING, PASS_Q, BALANCED = (
-    ROUTES.values()
-)
+(
+    RING, ALL_GATHER, DIRECT, SUB_RINGS, ULYSSES, BIDIRECTIONAL, DOUBLE_RING, ULYSSES_RING, PASS_Q, BALANCED,
+    NODE_GATHER,
+) = ROUTES.values()  # fmt: skip
 
-NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced")
+NEWER = ("bidirectional", "double_ring", "ulysses_ring", "pass_q", "balanced", "node_gather")
 
 
 def share_in_turn(number: int, parts: int) -> list[str]:

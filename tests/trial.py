@@ -138,13 +138,18 @@ def _loss(trial: Trial, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) ->
     return loss + (torch.where(lse.isinf(), 0, lse) * dlse).sum() if trial.lse else loss
 
 
-def on_rank(ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype: torch.dtype) -> Results:
-    """Run the trial on this rank. Return its shards of the results, and the token order of the concatenated shards."""
+def on_rank(
+    ring: ringattn.Ring, trial: Trial, layout: str, schedule: str, dtype: torch.dtype, placed_for: str | None = None
+) -> Results:
+    """Run the trial on this rank. Return its shards of the results, and the token order of the concatenated shards.
+
+    `placed_for`: the schedule for which the layout places tokens; None: the default.
+    """
     trial_inputs = inputs(trial, dtype)
     length = None if trial.documents else trial.tokens
-    placed, options = {}, trial.options
+    placed, options = {} if placed_for is None else {"schedule": placed_for}, trial.options
     if layout == "mask":
-        placed = {"mask": options.pop("mask"), "for_": "causal" if trial.causal else "full"}
+        placed |= {"mask": options.pop("mask"), "for_": "causal" if trial.causal else "full"}
     seq = ring.sequence(length, cu_seqlens=trial.documents, layout=layout, **placed)
     kv_seq = None
     if trial.cross:

@@ -32,9 +32,11 @@ from ringattn.planner.candidates import (
 from ringattn.planner.cluster import REFERENCE, Cluster, attention_s
 from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
+from ringattn.schedule.chains import AllGather
 from ringattn.schedule.content import read_sets_of, size
 from ringattn.schedule.ops import Attend, Kind, Schedule
 from ringattn.schedule.passes import Prologue, arrived, last_read, split_keys
+from ringattn.schedule.route import TreeRoute
 from ringattn.schedule.routes import (
     ROUTES,
     Route,
@@ -98,8 +100,8 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
         if cluster.recognised and ring_is_near(problem, cluster, ring, plan_once):
             return ring
         return compared(problem, cluster)[0].route
-    elif problem.q_layout.at_once and _fits_at_once(problem):
-        route = ROUTES["all_gather"]
+    elif problem.q_layout.at_once and _fits_at_once(problem, AllGather()):
+        route = AllGather()
     else:
         relayed, direct = read_sets_of(problem).totals
         route = ROUTES["direct" if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING]
@@ -178,14 +180,20 @@ def _fetched(problem: Problem, cluster: Cluster) -> list[tuple[int, int]]:
     return fetched
 
 
-def _fits_at_once(problem: Problem) -> bool:
-    """Return whether each rank may stage all remote K and V that it reads, and their gradients, at the same time.
+def _fits_at_once(problem: Problem, route: TreeRoute) -> bool:
+    """Return whether each rank may stage all K and V that it receives, and their gradients, at the same time.
 
     The answer is counted without making plans.
     """
     record = record_bytes(problem, problem.kv_dtype)
     record += record_bytes(problem, problem.wire_dtype or problem.accumulator_dtype, Kind.DKV)
-    return max(map(sum, _fetched(problem, REFERENCE))) * record <= STAGE_AT_MOST * own_bytes(problem)
+    return max(_received(problem, route)) * record <= STAGE_AT_MOST * own_bytes(problem)
+
+
+def _received(problem: Problem, route: TreeRoute) -> list[int]:
+    """Return for each rank the rows times K/V heads that it receives in a forward pass, to read or to send on."""
+    trees, ranks = route.shared(problem), range(problem.world_size)
+    return [sum(size(trees.content(owner, rank)) for owner in ranks if owner != rank) for rank in ranks]
 
 
 def _can_keep_all(problem: Problem, route: Route) -> bool:
@@ -201,9 +209,8 @@ def _can_keep_all(problem: Problem, route: Route) -> bool:
             dtype = problem.kv_dtype if block.kind is Kind.KV else problem.dtype
             received_bytes[rank] += size(content) * record_bytes(problem, dtype, block.kind)
     else:
-        received_bytes = [
-            rows * record_bytes(problem, problem.kv_dtype) for rows in map(sum, _fetched(problem, REFERENCE))
-        ]
+        assert isinstance(route, TreeRoute)
+        received_bytes = [rows * record_bytes(problem, problem.kv_dtype) for rows in _received(problem, route)]
     return any(received_bytes) and max(received_bytes) <= KEEP_AT_MOST * min(shard_bytes)
 
 

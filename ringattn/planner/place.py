@@ -419,7 +419,7 @@ class _Projection:
         fused = [buffer for received in self.received.values() for buffer in received.fused.values()]
         fused += fused_arrivals(schedule, rank, self.sums)
         self.fused = {block: buffer for buffer in fused for block in buffer.contents}
-        self.fused_index: dict[str, int] = {}
+        self.fused_index: dict[FusedBuffer, int] = {}
         self.parts: dict[int, list[int]] = defaultdict(list)  # of each fused buffer
 
     def plan(self, keeps: Collection[Block]) -> Plan:
@@ -490,7 +490,7 @@ class _Projection:
                     self._in_fused(block, local, draft)
                 else:
                     self._in_fused(block, self.held[block], draft)
-            used[kind] = self._use(self.fused_index[buffer.label], now)
+            used[kind] = self._use(self.fused_index[buffer], now)
             for part in self.parts[used[kind]]:
                 self._use(part, now)
         if self.schedule.backward:
@@ -510,11 +510,11 @@ class _Projection:
             sums = self.fused[items[0].dkv]
             for block, content in sums.contents.items():
                 self.held[block] = self._inside(block, content, draft.now)
-            dkv = self.fused_index[sums.label]
+            dkv = self.fused_index[sums]
             # The sums are slices of one buffer, which is zeroed once as a whole.
             draft.zeros.append(self._zeroed(dkv))
         # Owner None: the tiles name rows of several owners, each row of a single head.
-        draft.work.append(AttendOp(None, ONE, buffer.tiles(items), self.fused_index[buffer.label], dkv=dkv))
+        draft.work.append(AttendOp(None, ONE, buffer.tiles(items), self.fused_index[buffer], dkv=dkv))
 
     def _attend(self, item: Attend | AttendGrad, draft: _Draft) -> None:
         """Add attention updates with local K/V, or with one received block."""
@@ -539,10 +539,10 @@ class _Projection:
         """Return a new buffer for a block, inside its fused buffer."""
         buffer = self.fused[block]
         dtype = self._held_dtype(block.kind)
-        if buffer.label not in self.fused_index:
-            self.fused_index[buffer.label] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
+        if buffer not in self.fused_index:
+            self.fused_index[buffer] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
         # The new buffer begins at the block's first row in the fused buffer; `lay_out` derives its offset.
-        inside = Inside(self._use(self.fused_index[buffer.label], now), buffer.starts[block])
+        inside = Inside(self._use(self.fused_index[buffer], now), buffer.starts[block])
         label = f"{block} in {buffer.label}"
         self.parts[inside.buffer].append(self._new(label, content, dtype, now, block.kind, inside))
         return self.parts[inside.buffer][-1]

@@ -27,7 +27,7 @@ from ringattn.core.tiling import Ints
 from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Schedule
 from ringattn.schedule.passes import main_step, spread
-from ringattn.schedule.route import Grid, GridRoute, TreeRoute, Trees, register, square_side
+from ringattn.schedule.route import Grid, GridRoute, GroupedTrees, TreeRoute, register, square_side
 
 
 @register(order=6)
@@ -58,7 +58,7 @@ class DoubleRing(GridRoute, TreeRoute):
         return "one node: its hops cross the same links as the ring's" if nodes == 1 else ""
 
 
-class GridTrees(Trees):
+class GridTrees(GroupedTrees):
     """The trees of a double ring: from each owner to the same place in every node, then along the inner ring.
 
     A backward pass begins each round at the farthest place. In the last node, the farthest place receives the block
@@ -66,13 +66,9 @@ class GridTrees(Trees):
     """
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
-        """Compute the node and place of each rank, and nothing else yet."""
-        super().__init__(problem)
-        self.grid = np.array(grid)
+        """Keep the arguments; see `GroupedTrees`."""
+        super().__init__(problem, grid)
         self.nodes, self.places = self.grid.shape
-        self._node, self._place = np.empty((2, self.ranks), np.int64)
-        for node, ranks in enumerate(grid):
-            self._node[list(ranks)], self._place[list(ranks)] = node, range(self.places)
         self._back: dict[int, bool] = {}
         self._apart_from: dict[int, Ints] = {}
 

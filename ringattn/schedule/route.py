@@ -70,6 +70,16 @@ class Trees(ABC):
         """Return the rank that sends the block to the reader in a backward pass."""
         return owner
 
+    def delivery(self, owner: int, reader: int, keeps_last: bool) -> tuple[int, Content]:
+        """Return when a backward pass sends the block to the reader, see `passes.Delivery`, and the content.
+
+        `keeps_last`: see `deliveries_of_part`.
+        """
+        # The copy is concurrent with the backward step before the step that reads it. That step undoes the next forward
+        # step. A relay sends only rows that it also reads, so each message has exactly the rows that its receiver
+        # reads.
+        return _step(self, owner, reader) + 1, self.reads.read(owner, reader)
+
     def neighbors(self, rank: int) -> Iterable[int]:
         """Return the ranks to which a rank may relay remote blocks, in either pass."""
         return ()
@@ -105,13 +115,9 @@ def deliveries_of_part(trees: Trees, rank: int, keeps_last: bool) -> Iterator[De
     `keeps_last`: whether ranks have kept the blocks that they read last in forward.
     """
     for owner, source, reader in _edges(trees, rank, trees.source_back):
-        step = _step(trees, owner, reader)
-        # A relay sends only rows that it also reads, so each message has exactly the rows that its receiver reads.
-        content = trees.reads.read(owner, reader)
-        if content and not (keeps_last and step == trees.last_step(reader)):
-            # The copy is concurrent with the backward step before the step that reads it. That step undoes the next
-            # forward step.
-            yield step + 1, Copy(Block(Kind.KV, owner), source, reader, content)
+        step, content = trees.delivery(owner, reader, keeps_last)
+        if content and not (keeps_last and _step(trees, owner, reader) == trees.last_step(reader)):
+            yield step, Copy(Block(Kind.KV, owner), source, reader, content)
 
 
 def _edges(trees: Trees, rank: int, source: Callable[[int, int], int]) -> Iterator[tuple[int, int, int]]:
@@ -182,7 +188,7 @@ class Route(ABC):
     by_head: ClassVar[bool] = False
     """Each row is sent for a single head, so pieces count for each head."""
     at_once: ClassVar[bool] = False
-    """All K/V rows arrive in the first step, as whole records."""
+    """K/V rows arrive as whole records and not in turns: in the first step, or in the second from another reader."""
     arrives_at_once: ClassVar[bool] = False
     """Everything that a forward pass receives is resident in the same step, so it may be kept."""
     moves_queries: ClassVar[bool] = False
@@ -439,6 +445,18 @@ class GridRoute(Route):
         size = self.group_size(problem)
         is_numbered = self.grid_for(problem) == equal_groups(problem.world_size, size, self.name)
         return f"{self.name}:{size}" if is_numbered else self.name
+
+
+class GroupedTrees(Trees):
+    """Trees that depend on the groups of ranks. `grid[group, place]` is a rank."""
+
+    def __init__(self, problem: Problem, grid: Grid) -> None:
+        """Compute the group and place of each rank, and nothing else yet."""
+        super().__init__(problem)
+        self.grid = np.array(grid)
+        self._node, self._place = np.empty((2, self.ranks), np.int64)
+        for node, ranks in enumerate(grid):
+            self._node[list(ranks)], self._place[list(ranks)] = node, range(len(ranks))
 
 
 def grid_of(nodes: tuple[int, ...], name: str = "double_ring") -> Grid:

@@ -56,8 +56,8 @@ NUMBERED = tuple(name for name, route in ROUTES.items() if route.parameter)
 def route_named(name: str, ranks: int | None = None) -> Route:
     """Return the schedule called `name`.
 
-    "double_ring:M" has inner rings of M neighbouring ranks, "ulysses_ring:M" has groups of M neighbouring ranks. Raises
-    `InputError` for an unknown name.
+    "double_ring:M" has inner rings of M neighbouring ranks, "ulysses_ring:M" and "node_gather:M" have groups of M
+    neighbouring ranks. Raises `InputError` for an unknown name.
     """
     word, colon, text = name.partition(":") if isinstance(name, str) else ("", "", "")
     word, number = ALIASES.get(word, word), parameter_of(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from ringattn.schedule.routes import NUMBERED
 from tests.fuzz.choices import OF_DOCUMENTS
 from tests.fuzz.draw import Case
 from tests.fuzz.reference import slice_pairs
@@ -20,7 +21,7 @@ def must_refuse(case: Case, call: Case) -> str | None:
         return "the Triton kernels do not support float64"
     if "kv_wire_dtype" in case["ring"] and case["dtype"] == "float64":
         return "float64 keys are not sent in eight bits"
-    if options.get("schedule") in ("double_ring", "ulysses_ring") and _nodes_are_uneven(case):
+    if options.get("schedule") in NUMBERED and _nodes_are_uneven(case):
         return f"{options['schedule']} needs equally many ranks on each node"
     for seq in (call["seq"], call["kv_seq"]):
         if seq and (reason := has_no_layout(seq)):

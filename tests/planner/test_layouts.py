@@ -54,7 +54,7 @@ def received(cuts: tuple[int, ...], ranks: int) -> float:
 def test_a_named_schedule_decides_and_auto_counts_rows_on_known_machines() -> None:
     assert 0 < received(SHORT, 4) <= RECEIVED_AT_MOST < received(LONG, 4)
     for cuts in (SHORT, LONG):
-        assert {name for name in ROUTES if suits(cuts, name, H100)} == {"all_gather"}
+        assert {name for name in ROUTES if suits(cuts, name, H100)} == {"all_gather", "node_gather"}
         assert not suits(cuts, "auto", REFERENCE)
     assert suits(SHORT, "auto", H100) and not suits(LONG, "auto", H100)
     with pytest.raises(InputError, match="'rings' is not known"):

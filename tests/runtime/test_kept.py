@@ -21,13 +21,16 @@ from ringattn.testing import run_ranks
 from tests.core.dilated_reference import dilated_reference
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
-from tests.schedules import ALL_GATHER, RING, ULYSSES
+from tests.schedules import ALL_GATHER, NODE_GATHER, RING, ULYSSES
 from tests.strategies import Case, covering, geometric, simple
 from tests.test_dilated import MIXED, random_inputs
 from tests.trial import Trial, greatest_error, reference, run
 
-KEEPING = [replace(route, keeps=True) for route in (ALL_GATHER, ULYSSES)]
-each_route = pytest.mark.parametrize("route", KEEPING, ids=[route.name for route in KEEPING])
+KEEPING = [
+    pytest.param(replace(route, keeps=True), id=route.name, marks=pytest.mark.slow if route is NODE_GATHER else ())
+    for route in (ALL_GATHER, ULYSSES, NODE_GATHER)
+]
+each_route = pytest.mark.parametrize("route", KEEPING)
 
 
 @pytest.fixture
@@ -129,7 +132,17 @@ def test_inputs_are_cached_if_they_are_small() -> None:
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
-@pytest.mark.parametrize("schedule", ["ring", "direct", "all_gather", "bidirectional", "double_ring"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "ring",
+        "direct",
+        "all_gather",
+        "bidirectional",
+        "double_ring",
+        pytest.param("node_gather", marks=pytest.mark.slow),
+    ],
+)
 def test_every_prologue_of_backward_is_exact(
     schedule: str, wire: str | None, force_prologue: Callable[[Prologue], None]
 ) -> None:

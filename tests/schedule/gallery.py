@@ -1,9 +1,10 @@
 """Generate parts of docs/schedules.md: the bytes that each schedule sends, and its steps on 4 and on 8 ranks.
 
-`python -m tests.schedule.gallery` writes these parts. In the formulas, P is the number of ranks. A double ring has N
-nodes of L ranks, and Ulysses x ring has N groups of L ranks. The other letters are bytes of one shard: M of keys and
-values, Q of queries, O of partial outputs with their lse; in backward, G of key and value gradients, D of output
-gradients with lse and delta, R of query gradients. Source: the papers on Ring Attention, Ulysses and ring pass-Q.
+`python -m tests.schedule.gallery` writes these parts. In the formulas, P is the number of ranks. A double ring and a
+node gather have N nodes of L ranks, and Ulysses x ring has N groups of L ranks. The other letters are bytes of one
+shard: M of keys and values, Q of queries, O of partial outputs with their lse; in backward, G of key and value
+gradients, D of output gradients with lse and delta, R of query gradients. Source: the papers on Ring Attention, Ulysses
+and ring pass-Q.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ FORMULAS = {
         "P // 2 * (M + G) + (P - 1) // 2 * (Q + D + R)",
         "2 * (P // 2) + 3 * ((P - 1) // 2)",
     ),
+    "node_gather": ALONG_THE_RING,
 }
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from ringattn.planner.choose import plan_of
 from ringattn.schedule.route import GridRoute
-from ringattn.schedule.routes import ROUTES, Route, route_named
+from ringattn.schedule.routes import NUMBERED, ROUTES, Route, route_named
 from tests.schedule.gallery import FORMULAS, quantities
-from tests.schedules import ALL_GATHER, DIRECT, DOUBLE_RING, RING
+from tests.schedules import ALL_GATHER, DIRECT, DOUBLE_RING, NODE_GATHER, RING
 from tests.strategies import simple
 
 
@@ -36,7 +36,7 @@ def test_a_full_mask_sends_what_the_formula_says(name: str, ranks: int, group: i
     assert sent == [eval(formula, {}, letters) for formula in FORMULAS[name]]
 
 
-@pytest.mark.parametrize("name", ["double_ring", "ulysses_ring"])
+@pytest.mark.parametrize("name", NUMBERED)
 @pytest.mark.parametrize(("ranks", "inner"), [(4, 1), (4, 4), (6, 3), (8, 4), (8, 2)])
 def test_any_grid_sends_what_the_formula_says(name: str, ranks: int, inner: int) -> None:
     problem = replace(simple("zigzag", 16 * ranks, ranks).problem, q_heads=2 * inner, kv_heads=inner)
@@ -71,7 +71,7 @@ def test_a_window_sends_the_rows_before_the_shard(route: Route, window: int) -> 
     assert messages == sum(-(-count // rows) for count in received)
 
 
-@pytest.mark.parametrize("route", [RING, ALL_GATHER, DIRECT, DOUBLE_RING], ids=lambda route: route.name)
+@pytest.mark.parametrize("route", [RING, ALL_GATHER, DIRECT, DOUBLE_RING, NODE_GATHER], ids=lambda route: route.name)
 def test_a_causal_mask_over_contiguous_shards_sends_half(route: Route) -> None:
     ranks = 6
     problem = simple("contiguous", 4 * ranks, ranks, causal=True).problem

@@ -22,7 +22,7 @@ from ringattn.schedule.content import chained, contains, cut, size
 from ringattn.schedule.ops import Block, Copy, Kind, Schedule
 from ringattn.schedule.passes import rows_read
 from ringattn.schedule.route import equal_groups, grid_of, square_side
-from ringattn.schedule.routes import ROUTES, Route, route_named, schedule_of
+from ringattn.schedule.routes import NUMBERED, ROUTES, Route, route_named, schedule_of
 from tests.planner.placement_verifier import verify_placement
 from tests.schedule.schedule_verifier import verify
 from tests.schedules import DOUBLE_RING, RING, SUB_RINGS, ULYSSES_RING
@@ -40,7 +40,7 @@ def crossings(schedule: Schedule, inner: int, kinds: tuple[Kind, ...]) -> list[t
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["double_ring", "ulysses_ring"])
+@pytest.mark.parametrize("name", NUMBERED)
 @settings(max_examples=12)
 @given(cases(), st.data())
 def test_every_grid_is_verified_and_placed(name: str, case: Case, data: st.DataObject) -> None:
@@ -83,7 +83,7 @@ def test_no_step_sends_more_than_its_share_between_nodes(ranks: int, inner: int)
         assert max(size(copy.content) for _, copy in flat) == 25
 
 
-@pytest.mark.parametrize("name", ["double_ring", "ulysses_ring"])
+@pytest.mark.parametrize("name", NUMBERED)
 def test_groups_are_the_nodes_of_the_cluster(name: str) -> None:
     problem, cpu = simple("zigzag", 64, 4, heads=6).problem, CLUSTERS["cpu"]
     assert choose_route(problem, name, cpu.joined(Links((0, 1, 0, 1)))).grid == ((0, 2), (1, 3))
