@@ -220,9 +220,10 @@ class Figures(NamedTuple):
 def measure(lengths: Distribution, ranks: int, seed: int, cluster: Cluster) -> Figures:
     """Return the figures of a drawn batch."""
     cuts = draw_batch(lengths, ranks, seed)
-    problem = problem_of(lengths, cuts, "documents", ranks, at_once=True)
+    per_node = cluster.ranks_of_equal_nodes(ranks)
+    problem = problem_of(lengths, cuts, "documents", ranks, True, per_node)
     pairs, mask = pairs_of(cuts) * lengths.heads, causal_documents(cuts)
-    load = areas_of(mask, cuts[-1]).load(placed_at_once(mask, cuts[-1], ranks))
+    load = areas_of(mask, cuts[-1]).load(placed_at_once(mask, cuts[-1], ranks, per_node))
     alone = step_of(problem_of(lengths, cuts, "contiguous", 1, False), "ring", cluster)
     groups = groups_of(cuts, lengths.group * lengths.tokens)
     static_ms = {
@@ -238,7 +239,7 @@ def measure(lengths: Distribution, ranks: int, seed: int, cluster: Cluster) -> F
         1e3 * sum(attention_s(problem, pairs / ranks, cluster, back) for back in (False, True)),
         alone.total_ms / ranks,
         1e3 * linear_s,
-        step_of(problem, "all_gather", cluster),
+        step_of(problem, "node_gather" if per_node else "all_gather", cluster),
         max(load.pairs) * ranks / sum(load.pairs),
         sum(load.received) / cuts[-1],
         suits_at_once(mask, cuts[-1], ranks, "auto", cluster),
@@ -272,7 +273,8 @@ def _bound_table(drawn: dict[tuple[str, int], list[Figures]]) -> Table:
         ("lengths", "ranks", "bound ms", "step / bound", "worst", "one GPU / bound", "step / one GPU", "busiest pairs",
          "exposed", "rows", "other nodes", "with products", "met"),
         notes=[
-            "- Step and bound: sums over the batches; worst: of a batch. Layout and schedule: documents, all_gather.",
+            "- Step and bound: sums over the batches; worst: of a batch. Layout: documents. Schedule: "
+            "all_gather, and node_gather on several nodes.",
             "- One GPU: the whole batch on one GPU without messages, divided by the ranks. It exceeds the bound by "
             "blocks of keys that are partly masked, and by the traffic of outputs and gradients.",
             "- Busiest pairs: of the busiest rank over the mean, in the worst batch. Exposed: the share of the step in "
@@ -311,7 +313,7 @@ def _static_table(drawn: dict[tuple[str, int], list[Figures]]) -> Table:
         notes=[
             "- Sums over the batches. Groups of 8 ranks (Megatron, mock: 4), whose sequences have equally many tokens.",
             "- Auto places at once: batches for which schedule='auto' takes the placement that is simulated here. For "
-            "the others, name schedule='all_gather'.",
+            "the others, name the schedule.",
         ],
     )
     for (name, ranks), batches in drawn.items():
