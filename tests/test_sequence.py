@@ -205,13 +205,13 @@ def test_a_sequence_computes_its_positions_on_demand() -> None:
     run_ranks(2, body)
 
 
-def test_positions_within_a_compiled_region() -> None:
+def test_positions_and_shards_within_a_compiled_region() -> None:
     with Ring() as ring:
         seq = ring.sequence(cu_seqlens=[0, 5, 11])
 
         @torch.compile(backend="eager", fullgraph=True)
         def turned(x: torch.Tensor) -> torch.Tensor:
-            return x * seq.positions() + seq.positions(per_document=True)
+            return seq.shard(x, 0) * seq.positions() + seq.positions(per_document=True)
 
         x = torch.linspace(-1, 1, 11)
         first, document_positions = turned(x), seq.positions(per_document=True)
