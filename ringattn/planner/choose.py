@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +35,7 @@ from ringattn.planner.place import project
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.schedule.chains import AllGather
 from ringattn.schedule.content import read_sets_of, size
+from ringattn.schedule.node_gather import NodeGather
 from ringattn.schedule.ops import Attend, Kind, Schedule
 from ringattn.schedule.passes import Prologue, arrived, last_read, split_keys
 from ringattn.schedule.route import TreeRoute
@@ -68,8 +70,9 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     - on a named or recognised cluster, the fastest schedule that fits, as `candidates` predicts; if there are too many
       ranks or pieces to simulate, a double ring if a closed form predicts enough gain;
     - on unknown machines, the ring, or `direct` if sending each reader only the rows that it reads saves enough;
-    - `all_gather` for documents that are placed for it, if a rank can hold all rows that it receives, on unknown
-      machines and for problems too large to simulate;
+    - for tokens that are placed for it, `node_gather` if ranks are on several nodes and its gates save rows, otherwise
+      `all_gather`, if a rank can hold all rows that it receives, on unknown machines and for problems too large to
+      simulate;
     - for masks with dilation, the fastest of `all_gather` (if no rank has to hold more than a shard), `ulysses` and
       `sub_rings`, as `forward_seconds` predicts for `cluster`.
 
@@ -100,8 +103,8 @@ def _chosen(problem: Problem, schedule: str, cluster: Cluster) -> Route:
         if cluster.recognised and ring_is_near(problem, cluster, ring, plan_once):
             return ring
         return compared(problem, cluster)[0].route
-    elif problem.q_layout.at_once and _fits_at_once(problem, AllGather()):
-        route = AllGather()
+    elif problem.q_layout.at_once and (fitting := _at_once(problem, cluster)):
+        route = fitting
     else:
         relayed, direct = read_sets_of(problem).totals
         route = ROUTES["direct" if direct < (1 - DIRECT_MUST_SAVE) * relayed else RING]
@@ -178,6 +181,16 @@ def _fetched(problem: Problem, cluster: Cluster) -> list[tuple[int, int]]:
         near = sum(count for owner, count in rows.items() if nodes[owner] == nodes[reader])
         fetched.append((near, sum(rows.values()) - near))
     return fetched
+
+
+def _at_once(problem: Problem, cluster: Cluster) -> TreeRoute | None:
+    """Return the schedule for tokens that are placed at once, or None if a rank cannot stage all rows."""
+    counts = Counter(nodes := tuple(map(cluster.node_of, range(problem.world_size))))
+    if len(counts) > 1 and len(set(counts.values())) == 1:
+        gather = NodeGather().on_nodes(nodes)
+        if gather.has_gates(problem) and _fits_at_once(problem, gather):
+            return gather
+    return AllGather() if _fits_at_once(problem, AllGather()) else None
 
 
 def _fits_at_once(problem: Problem, route: TreeRoute) -> bool:

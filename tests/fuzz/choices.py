@@ -104,7 +104,7 @@ def _placed_for(r: Random, case: Case) -> str:
     On a known cluster the planner decides for which schedule "auto" places tokens. Without a cluster, "auto" places
     them for schedules that run in steps.
     """
-    return r.choice(["all_gather", "all_gather", "ring", *([] if case.get("nodes") else ["auto"])])
+    return r.choice(["all_gather", "node_gather", "ring", *([] if case.get("nodes") else ["auto"])])
 
 
 def by_mask(r: Random, case: Case, seq: Case, mask: str | None = None) -> Case:

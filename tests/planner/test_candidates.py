@@ -396,3 +396,42 @@ def test_the_network_decides_where_ranks_are_on_two_nodes() -> None:
     assert [route.name for route in routes] == ["sub_rings", "sub_rings", "ulysses"]
     with pytest.raises(InputError, match="join 4 ranks, but there are 8"):
         choose_route(halves, "auto", two_nodes(4, block=True))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cuts", "name"),
+    [
+        ((0, 0, 1, 1), (0, 512), "node_gather"),
+        ((0, 1, 0, 1), (0, 512), "node_gather"),
+        ((0, 0, 0, 0), (0, 512), "all_gather"),
+        ((0, 0, 0, 1), (0, 512), "all_gather"),
+        ((0, 0, 1, 1), (0, 128, 256, 384, 512), "all_gather"),
+    ],
+)
+def test_tokens_placed_at_once_use_gates_on_several_equal_nodes(
+    nodes: tuple[int, ...], cuts: tuple[int, ...], name: str
+) -> None:
+    rows = make_layout("documents", 512, 4, cuts, at_once=True)
+    mask = Banded(True).mask(512, 512, cuts, cuts, 4, 1)
+    problem = Problem(rows, rows, mask, 1, 4, 1, 64, 64, "bfloat16")
+    route = choose_route(problem, "auto", REFERENCE.joined(Links(nodes)))
+    assert route.name == name
+    if name == "node_gather":
+        ranks = range(4)
+        assert route.grid == tuple(tuple(rank for rank in ranks if nodes[rank] == node) for node in (0, 1))
+
+
+@pytest.mark.parametrize(("rows", "name"), [(26, "direct"), (30, "all_gather"), (31, "node_gather")])
+def test_a_schedule_at_once_must_stage_all_rows_that_it_receives(
+    rows: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = (0, 3, 7, 39, 64)
+    layout = make_layout("documents", 64, 8, cuts, at_once=True)
+    problem = Problem(layout, layout, Banded(True).mask(64, 64, cuts, cuts, 4, 1), 1, 4, 1, 64, 64, "bfloat16")
+    # A rank reads at most 27 rows of others. A gate also receives 4 rows that it only sends on.
+    row_bytes = 2 * 64 * (2 + 4)  # K and V in bfloat16, and their gradients in float32
+    monkeypatch.setattr(choose, "STAGE_AT_MOST", rows * row_bytes / candidates.own_bytes(problem))
+    choose._chosen.cache_clear()
+    chosen = choose_route(problem, "auto", REFERENCE.joined(Links((0, 0, 0, 0, 1, 1, 1, 1))))
+    choose._chosen.cache_clear()
+    assert chosen.name == name
