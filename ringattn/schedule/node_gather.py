@@ -57,8 +57,10 @@ class NodeGather(GridRoute, TreeRoute):
 
     def has_gates(self, problem: Problem) -> bool:
         """Return whether any block is sent to a gate. Otherwise all messages are those of `all_gather`."""
-        trees, owners = self.shared(problem), np.arange(problem.world_size)
-        return any(bool(np.max(trees.step(owners, reader)) == 2) for reader in owners.tolist())
+        trees, ranks = self.shared(problem), range(problem.world_size)
+        return any(
+            trees.step(owner, rank) == 2 for rank in ranks for owner in trees.reads.owners_read_by(rank).tolist()
+        )
 
     def steps(self, ranks: int) -> int:
         """See `Route.steps`."""

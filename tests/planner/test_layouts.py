@@ -26,6 +26,7 @@ from ringattn.planner.candidates import how_chosen
 from ringattn.planner.choose import choose_route
 from ringattn.planner.cluster import CLUSTERS, REFERENCE, Cluster, Links
 from ringattn.planner.layouts import RECEIVED_AT_MOST, suits_at_once
+from ringattn.schedule.double_ring import DoubleRing
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import run_ranks
 
@@ -59,6 +60,16 @@ def test_a_named_schedule_decides_and_auto_counts_rows_on_known_machines() -> No
     assert suits(SHORT, "auto", H100) and not suits(LONG, "auto", H100)
     with pytest.raises(InputError, match="'rings' is not known"):
         suits(SHORT, "rings", H100)
+
+
+def test_tokens_placed_by_node_that_do_not_fit_at_once_take_a_ring_of_nodes() -> None:
+    links = replace(REFERENCE, links=Links((0, 0, 1, 1)))
+    at_once = problem_of(LONG, 4, True)
+    layout = replace(at_once.q_layout, ranks_per_node=2)
+    by_node = replace(at_once, q_layout=layout, kv_layout=layout)
+    assert choose_route(at_once, "auto", links).name in ("ring", "direct")
+    route = choose_route(by_node, "auto", links)
+    assert isinstance(route, DoubleRing) and route.grid == ((0, 1), (2, 3))
 
 
 def test_on_several_nodes_auto_places_at_once_and_by_node() -> None:
