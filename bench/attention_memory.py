@@ -17,17 +17,12 @@ from typing import Any
 
 import torch
 
-from ringattn.attention import call_of
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, progress
 from ringattn.bench.storage_meter import StorageMeter
-from ringattn.core.dilation import Dilated
-from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.engine.aten import kernel_bytes
 from ringattn.observe.memory import reset_peak, status_bytes
-from ringattn.options import AttentionOptions
-from ringattn.planner.plan import ALIGNMENT_BYTES, OwnSums, Plan
 from ringattn.ring import Ring
 
 PROGRAM = "ringattn.bench.attention_memory:on_rank"
@@ -98,126 +93,33 @@ def on_rank(ring: Ring, **facts: Any) -> dict[str, int]:
     ring.engine = case.engine
     seq = ring.sequence(case.length_tokens, layout=case.layout)
     tokens, dtype = seq.counts[ring.rank], getattr(torch, case.dtype)
-    dilated = case.mask == "dilated"
-    branches = Dilated(**options) if dilated else None
-    settings = AttentionOptions(schedule=case.schedule, **({} if dilated else options))
-    sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.value_dim
-    call = call_of(ring, seq, None, sizes, dtype, torch.device("cpu"), settings, branches)
-    forward, back = (ring.executor_of(call, backward) for backward in (False, True))
     shapes = ((case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim))
     q, k, v = (torch.randn(case.batch, tokens, *shape, dtype=dtype).requires_grad_() for shape in shapes)
     dout = torch.randn(case.batch, tokens, case.heads, case.value_dim, dtype=dtype)
-    attend = ring.dilated_attention if dilated else ring.attention
+    attend = ring.dilated_attention if case.mask == "dilated" else ring.attention
+    explained = ring.explain(seq, q=q, k=k, v=v, schedule=case.schedule, **options)
+    planned, arenas = explained.memory, [plans[ring.rank].arena_bytes for plans in explained.plans]
     gc.collect()
     reset_peak()
     resident = status_bytes("VmRSS")
     with StorageMeter(attention_scratch_bytes) as meter:
         out = attend(q, k, v, seq, schedule=case.schedule, **options)
-        forward_bytes, forward_high = meter.peak_bytes, ring.pool.high_water_bytes
+        forward_bytes, left_bytes, forward_high = meter.peak_bytes, meter.live_bytes, ring.pool.high_water_bytes
         meter.restart()
         torch.autograd.grad(out, (q, k, v), dout)
     return {
-        "forward_predicted_bytes": forward_memory(forward.plan, forward.workspace_bytes()).peak_bytes,
+        "forward_predicted_bytes": planned.forward[ring.rank].peak_bytes,
         "forward_bytes": forward_bytes,
-        "backward_predicted_bytes": backward_memory(forward.plan, back.plan, back.workspace_bytes()).peak_bytes,
+        "backward_predicted_bytes": planned.backward[ring.rank].peak_bytes,
         "backward_bytes": meter.peak_bytes,
-        "forward_slots_bytes": forward.plan.arena_bytes,
+        "saved_predicted_bytes": planned.saved_bytes[ring.rank],
+        "saved_bytes": left_bytes - planned.forward[ring.rank].parts["arena"],
+        "forward_slots_bytes": arenas[0],
         "forward_high_water_bytes": forward_high,
-        "slots_bytes": max(forward.plan.arena_bytes, back.plan.arena_bytes),
+        "slots_bytes": max(arenas),
         "high_water_bytes": ring.pool.high_water_bytes,
         "resident_growth_bytes": status_bytes("VmHWM") - resident,
     }
-
-
-# --- prediction from plans ---
-
-Parts = dict[str, int]
-"""Bytes by purpose."""
-
-
-@dataclass(frozen=True)
-class AttentionMemory:
-    """The memory that one rank holds at the peak of a pass, in bytes."""
-
-    parts: Parts
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the sum of all parts."""
-        return sum(self.parts.values())
-
-    def __str__(self) -> str:
-        """Return a line for each part, in MiB, the largest first."""
-        lines = sorted(self.parts.items(), key=lambda part: -part[1])
-        return "\n".join(f"{nbytes / 2**20:10.3f} MiB  {name}" for name, nbytes in lines if nbytes)
-
-
-def slots_bytes(plan: Plan) -> int:
-    """Return the bytes that the pool needs for this plan: its arena, and the padding that aligns its start."""
-    return plan.arena_bytes + ALIGNMENT_BYTES if plan.arena_bytes else 0
-
-
-def forward_memory(plan: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Return the peak of `ringattn.attention.AttentionFunction.forward`.
-
-    `workspace_bytes` is the largest workspace of any operation of the plan. `slots` is the size of the pool if earlier
-    calls have already made it larger than this plan needs.
-    """
-    local = _LocalBytes(plan.problem, plan.rank)
-    standing = {"out accumulator": local.out, "lse": local.lse, "slots": max(slots_bytes(plan), slots or 0)}
-    handed = {"kept for backward": plan.kept_bytes, "out": local.rounded(local.out)}
-    return _largest(standing | {"workspace": workspace_bytes}, standing | handed)
-
-
-def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int, slots: int | None = None) -> AttentionMemory:
-    """Return the peak of `ringattn.attention.AttentionFunction.backward`.
-
-    It includes out, lse, cached K/V and staging buffers of forward. `workspace_bytes` and `slots` are as in
-    `forward_memory`.
-    """
-    local = _LocalBytes(backward.problem, backward.rank)
-    pool = max(slots_bytes(forward), slots or 0)
-    left = {"out": local.rounded(local.out) or local.out, "lse": local.lse, "kept for backward": forward.kept_bytes}
-    # delta is the product of dout and out; half precision is first converted to the accumulator dtype.
-    product = 3 * local.out if local.rounded(local.out) else local.out + local.lse
-    # Without accumulators of dK and dV, the results themselves exist from the start.
-    no_accumulators = backward.own_sums is OwnSums.NONE
-    sums = {"dk accumulator": local.dk, "dv accumulator": local.dv}
-    if no_accumulators:
-        sums = {"dk": local.rounded(local.dk) or local.dk, "dv": local.rounded(local.dv) or local.dv}
-    sums |= {"delta": local.lse, "dq accumulator": local.dq, "slots": max(slots_bytes(backward), pool)}
-    standing = left | sums
-    moments = [left | {"slots": pool, "delta": product}, standing | {"workspace": workspace_bytes}]
-    # The gradients are converted one after the other, each while its accumulator still exists.
-    for name in ("dq", "dk", "dv") if local.item != local.half else ():
-        if f"{name} accumulator" in standing:
-            standing = standing | {name: local.rounded(standing[f"{name} accumulator"])}
-            moments.append(standing)
-            standing = standing | {f"{name} accumulator": 0}
-    return _largest(*moments)
-
-
-class _LocalBytes:
-    """Bytes of the local tensors of one rank in the accumulator dtype."""
-
-    def __init__(self, problem: Problem, rank: int) -> None:
-        self.item, self.half = (ITEM_BYTES[dtype] for dtype in (problem.accumulator_dtype, problem.dtype))
-        rows = problem.q_layout.counts[rank] * problem.batch * problem.q_heads * self.item
-        keys = problem.kv_layout.counts[rank] * problem.batch * problem.kv_heads * self.item
-        self.out, self.lse, self.dq = rows * problem.value_dim, rows, rows * problem.head_dim
-        self.dk, self.dv = keys * problem.head_dim, keys * problem.value_dim
-
-    def rounded(self, nbytes: int) -> int:
-        """Return the bytes of a tensor's copy in the inputs' dtype.
-
-        `nbytes` is the size of the tensor in the accumulator dtype. If the two dtypes are equal, there is no copy, and
-        the result is 0.
-        """
-        return 0 if self.item == self.half else nbytes * self.half // self.item
-
-
-def _largest(*moments: Parts) -> AttentionMemory:
-    return max((AttentionMemory(parts) for parts in moments), key=lambda memory: memory.peak_bytes)
 
 
 # --- comparison ---

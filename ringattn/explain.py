@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from statistics import median
 from typing import Any
@@ -26,9 +27,11 @@ from ringattn.planner.candidates import Candidate, check_extent, followed, how_c
 from ringattn.planner.choose import choose_route, compared, plans_of_passes, without_collector
 from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named, exchanges, placement
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
+from ringattn.planner.memory import MemoryPlan, memory_plan
 from ringattn.planner.plan import Plan, record_bytes
 from ringattn.planner.simulate import Crossed, crossed, duration, simulate
 from ringattn.planner.states import StatePass, StateSizes, state_pass
+from ringattn.runtime.executor import Executor
 from ringattn.runtime.runtime import Runtime
 from ringattn.runtime.states import nodes_of
 from ringattn.schedule.ops import Kind, Schedule
@@ -47,6 +50,7 @@ class Explanation:
 
     Attributes:
         pairs: (query, key) pairs times heads that a rank computes in forward, for local and received queries.
+        memory: All memory of the call on every rank; see `MemoryPlan`. Computed at its first use.
         schedule: The name of the schedule with its number, if it has one, as a call would name it.
         engine: The name of the engine.
         engine_why: A sentence that begins with the name of the engine and gives the reason for the choice.
@@ -71,7 +75,7 @@ class Explanation:
     bytes_sent: tuple[int, ...]
     messages: tuple[int, ...]
     pairs: tuple[int, ...]
-    peak_bytes: int
+    workspace_bytes: Callable[[Plan], int] = field(repr=False, compare=False)
     predicted_us: float | None
     cluster: Cluster
     schedule: str
@@ -88,6 +92,16 @@ class Explanation:
     exchanges: tuple[Exchange, ...] = ()
     cluster_from: str = ""
     misplaced: str | None = None
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """All memory that the call allocates, on every rank."""
+        return memory_plan(self.plans, [[self.workspace_bytes(plan) for plan in of_pass] for of_pass in self.plans])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the call has allocated on a rank at any time."""
+        return max(self.memory.peak_bytes)
 
     @property
     def balance(self) -> float:
@@ -127,9 +141,10 @@ class Explanation:
         lines += ["", *_table(self, shown)]
         lines.append(
             f"balance {self.balance:.3f} (largest over mean pairs of a rank), at most {_si(self.peak_bytes)}B of "
-            "buffers on a rank"
+            "memory on a rank"
             + ("" if predicted_us is None else f", predicted {duration(predicted_us / 1e6)} on {self.cluster.name}")
         )
+        lines += self.memory.lines()
         lines += _links(self)
         if self.automatic:
             lines.append(f"auto chose {self.schedule}: {self.automatic}")
@@ -148,8 +163,6 @@ class Explanation:
                 f"{self.sm_margin / self.cluster.sms:.1%} of the arithmetic rate, {duration(self.margin_us / 1e6)} "
                 "of the prediction"
             )
-        if kept := max(plan.kept_bytes for plan in self.plans[0]):
-            lines.append(f"remote K/V cached in forward for backward: at most {_si(kept)}B on a rank")
         if comparison := _comparison(self):
             lines.append(comparison)
         if self.misplaced:
@@ -164,7 +177,7 @@ class Explanation:
         """Return the figures of the explanation as plain data, for JSON.
 
         Returns:
-            The schedule, the sizes of the call, and per rank bytes, messages, pairs and buffers.
+            The schedule, the sizes of the call, and per rank bytes, messages, pairs, buffers and peak memory.
 
         Raises:
             Nothing.
@@ -181,6 +194,7 @@ class Explanation:
             "by_rank": {
                 "tokens": list(p.q_layout.counts), "pairs": list(self.pairs), "messages": list(self.messages),
                 "bytes_sent": list(self.bytes_sent), "buffer_bytes": list(_buffer_bytes(self)),
+                "peak_bytes": list(self.memory.peak_bytes), "saved_bytes": list(self.memory.saved_bytes),
             },
         }  # fmt: skip
 
@@ -250,7 +264,7 @@ def explain_call(
         bytes_sent=tuple(sum(p[rank].bytes_sent for p in plans) for rank in ranks),
         messages=tuple(sum(p[rank].messages for p in plans) for rank in ranks),
         pairs=computed,
-        peak_bytes=max(plan.arena_bytes for of_pass in plans for plan in of_pass),
+        workspace_bytes=lambda plan: Executor(plan, chosen.engine, softmax).workspace_bytes(),
         predicted_us=predicted_us,
         cluster=cluster,
         schedule=route.text(problem),
@@ -453,10 +467,11 @@ def _buffer_bytes(e: Explanation) -> Many[int]:
 
 
 def _table(e: Explanation, shown: int) -> list[str]:
-    """Return the lines of a table of tokens, pairs, messages, bytes sent and buffers of the first `shown` ranks."""
+    """Return a table of tokens, pairs, messages, bytes sent, buffers and peak memory of the first `shown` ranks."""
     columns = {
         "tokens": (e.problem.q_layout.counts, _plain), "pairs": (e.pairs, _si), "messages": (e.messages, _plain),
         "sends": (e.bytes_sent, _bytes), "buffers": (_buffer_bytes(e), _bytes),
+        "memory": (e.memory.peak_bytes, _bytes),
     }  # fmt: skip
     return _by_rank(columns, shown)
 

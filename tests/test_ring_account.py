@@ -79,7 +79,8 @@ def test_counters_and_explanations_match_the_reference(schedule: str, layout: st
         assert forward["bytes_sent"] == sent == forward_only.bytes_sent[rank] and forward["passes"] == 1
         assert (after["bytes_sent"], after["messages"]) == (both.bytes_sent[rank], both.messages[rank])
         assert after["passes"] == 2 and forward["messages"] == forward_only.messages[rank]
-        assert both.peak_bytes == max(high) and forward_only.peak_bytes <= both.peak_bytes
+        assert max(plan.arena_bytes for of_pass in both.plans for plan in of_pass) == max(high)
+        assert forward_only.peak_bytes <= both.peak_bytes > max(high)
         positions = [case.problem.q_layout.positions(r) for r in range(ranks)]
         assert both.pairs == tuple(3 * int(case.reference[0][p].sum()) for p in positions)
         assert both.balance == pytest.approx(max(both.pairs) / (sum(both.pairs) / ranks))

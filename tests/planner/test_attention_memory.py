@@ -20,6 +20,8 @@ from ringattn.core.geometry import CAUSAL, FULL, Band, StridedRange, Tile, Token
 from ringattn.engine.aten import AtenEngine, kernel_bytes
 from ringattn.engine.base import KV, BackwardInputs, Engine, Sizes, Softmax, accumulator_dtype
 from ringattn.engine.plain import PlainEngine
+from ringattn.planner.memory import MemoryPlan
+from ringattn.ring import Ring
 from ringattn.testing import run_ranks
 from tests.covering import thinned_by
 
@@ -60,6 +62,7 @@ def test_predicted_and_measured_peaks_agree(call: Drawn) -> None:
     by_rank = bytes_on_ranks(call)
     assert greatest_deviation(by_rank) <= WITHIN
     for rank in by_rank:
+        assert rank["saved_bytes"] == rank["saved_predicted_bytes"]
         assert rank["forward_high_water_bytes"] == rank["forward_slots_bytes"]
         assert rank["high_water_bytes"] == rank["slots_bytes"]
 
@@ -73,6 +76,25 @@ def test_received_queries_are_counted(engine: str) -> None:
     call = replace(LARGE, ranks=4, length_tokens=4096, mask="dilated", layout="contiguous", schedule="all_to_all",
                    engine=engine)  # fmt: skip
     assert greatest_deviation(bytes_on_ranks(call)) <= WITHIN
+
+
+def test_a_call_without_gradients_saves_nothing() -> None:
+    """`memory_plan` equals the measurement to the byte, on every rank, and `print` shows it."""
+
+    def body(ring: Ring) -> tuple[MemoryPlan, int]:
+        seq = ring.sequence(1200, layout="contiguous")
+        q = torch.randn(1, seq.counts[ring.rank], 4, 64, dtype=torch.bfloat16)
+        options: dict[str, Any] = {"schedule": "all_gather", "causal": True, "window": (35, 0)}
+        planned = ring.memory_plan(seq, q=q, k=q, v=q, backward=False, **options)
+        with StorageMeter(attention_scratch_bytes) as meter:
+            ring.attention(q, q, q, seq, **options)
+        return planned, meter.peak_bytes
+
+    by_rank = run_ranks(3, body)
+    planned = by_rank[0][0]
+    assert planned.peak_bytes == tuple(peak for _, peak in by_rank) and planned.saved_bytes == (0, 0, 0)
+    assert planned.backward == () and planned.forward[1].inputs_bytes == 3 * 400 * 4 * 64 * 2
+    assert "memory of backward" not in str(planned) and f"{by_rank[2][1] / 2**20:,.3f}" in str(planned)
 
 
 @pytest.mark.slow
