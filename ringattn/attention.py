@@ -22,10 +22,11 @@ from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route
 from ringattn.planner.plan import OwnSums
 from ringattn.runtime.activation import attended, unseen
+from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.executor import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.records import LocalTensors
-from ringattn.runtime.runtime import AttentionCall, Runtime
+from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence
 
 
@@ -271,7 +272,7 @@ def forward_pass(
     rows_q, local = q.detach().transpose(0, 1), LocalTensors(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
     executor = ring.executor_of(call, backward=False)
     logits = None if sinks is None else sinks.detach().contiguous()
-    with ring.accounted(executor), _uncast(q):
+    with ring.accounted(executor, call), _uncast(q):
         arithmetic = ForwardArithmetic(
             engine or call.engine, executor.works, rows_q, local, value_dim, logits, call.dropout_seed
         )
@@ -303,7 +304,7 @@ def backward_pass(
     if dout is None:
         dout = torch.zeros_like(out)
     executor = ring.executor_of(call, backward=True)
-    with ring.accounted(executor), _uncast(q):
+    with ring.accounted(executor, call), _uncast(q):
         inputs = _backward_inputs(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
         inputs = inputs._replace(dropout_seed=call.dropout_seed)
         sums = executor.plan.own_sums

@@ -17,7 +17,8 @@ from ringattn.core.dilation import Dilated, head_offsets
 from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import InputError
 from ringattn.options import AttentionOptions
-from ringattn.runtime.runtime import AttentionCall, Runtime
+from ringattn.runtime.call import AttentionCall
+from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence
 
 GRADIENTS, TAILS = ("exact", "detached"), ("ragged", "zero_pad")

@@ -27,8 +27,9 @@ from ringattn.gradients import once_differentiable
 from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route, latents_are_faster
 from ringattn.runtime.activation import unseen
+from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.consistency import anchor, refuse_dtensors
-from ringattn.runtime.runtime import AttentionCall, Runtime
+from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence
 
 Wire = Literal["auto", "latents", "keys"]

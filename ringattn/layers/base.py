@@ -23,8 +23,8 @@ from ringattn.errors import InputError
 from ringattn.layers.projection import check_projection, project, project_qkv, stored_dtype
 from ringattn.layers.rotary import Rope, Rotation
 from ringattn.options import AttentionOptions
+from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.records import LocalTensors
-from ringattn.runtime.runtime import AttentionCall
 from ringattn.sequence import Sequence
 
 
@@ -172,7 +172,7 @@ class Projections(Layer):
 
         executor = ring.executor_of(call, backward=False)
         if call.problem.batch and executor.begins_with_keys:
-            ring.begin(executor, make)
+            ring.begin(executor, call, make)
         else:
             make(None)
         (q,) = project(x, q_weight, q_bias, self.num_heads, 0, self.head_dim, **finish)

@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import re
+import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ import torch
 
 from ringattn.errors import InputError, OutOfMemoryError, TransportError
 from ringattn.integers import whole_number
-from ringattn.planner.plan import Plan, account, mib, remedies
+from ringattn.planner.plan import Plan, account, mib
 
 LOGGER = logging.getLogger("ringattn")
 
@@ -283,6 +284,7 @@ def _mib(nbytes: int) -> str:
 
 
 STATUS, MEMINFO, CGROUP = (Path(name) for name in ("/proc/self/status", "/proc/meminfo", "/sys/fs/cgroup/memory.max"))
+CGROUP_NOW = Path("/sys/fs/cgroup/memory.current")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -312,6 +314,21 @@ def cpu_capacity_bytes() -> int:
     return min(total, int(allowed)) if allowed.isdigit() else total
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate on `device`, gaps of the allocator included."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        gaps = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
+        return int(torch.cuda.mem_get_info(device)[0] + gaps)
+    limits = [status_bytes("MemAvailable", MEMINFO)]
+    with suppress(OSError, ValueError):  # there are no control groups, or they set no limit
+        limits.append(int(CGROUP.read_text(encoding="ascii")) - int(CGROUP_NOW.read_text(encoding="ascii")))
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        limits.append(address_space - status_bytes("VmSize"))
+    return max(0, min(limits))
+
+
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 
@@ -335,13 +352,25 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def out_of_memory_error(
-    error: BaseException, plan: Plan, step: int | None, workspace_bytes: int, pool_bytes: int
+    error: BaseException,
+    plan: Plan,
+    step: int | None,
+    workspace_bytes: int,
+    pool_bytes: int,
+    advise: Callable[[], list[str]],
 ) -> OutOfMemoryError:
-    """Return `error` as an `OutOfMemoryError` that lists the memory in use and remedies.
+    """Return `error` as an `OutOfMemoryError` that lists the memory in use and what to change.
 
-    `workspace_bytes`, `pool_bytes`: the current sizes of the engine's workspace and of the ring's pool.
+    `workspace_bytes`, `pool_bytes`: the current sizes of the engine's workspace and of the ring's pool. `advise`
+    returns the changes; planning them may itself fail for lack of memory.
     """
-    advice = "\n".join(f"  - {remedy}" for remedy in remedies(plan))
+    try:
+        changes = advise()
+    except Exception as second:
+        if not is_shortage(second):
+            raise
+        changes = ["no memory was left to plan changes; use fewer tokens, a smaller batch or more ranks"]
+    advice = "\n".join(f"  - {change}" for change in changes)
     first = (str(error) or repr(error)).splitlines()[0]
     return OutOfMemoryError(
         f"rank {plan.rank}: out of memory in an attention pass: {first}\n"

@@ -127,14 +127,9 @@ def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int) -> Pass
     """
     local = _LocalBytes(backward.problem, backward.rank)
     saved, arena = _saved(forward), arena_bytes(forward)
+    sums = _sums(backward) | {"arena": max(arena_bytes(backward), arena)}
     # delta is the product of dout and out; half precision is first converted to the accumulator dtype.
     product = 3 * local.out if local.rounded(local.out) else local.out + local.lse
-    # Without accumulators of dK and dV, the results themselves exist from the start.
-    no_accumulators = backward.own_sums is OwnSums.NONE
-    sums = {"dk accumulator": local.dk, "dv accumulator": local.dv}
-    if no_accumulators:
-        sums = {"dk": local.rounded(local.dk) or local.dk, "dv": local.rounded(local.dv) or local.dv}
-    sums |= {"delta": local.lse, "dq accumulator": local.dq, "arena": max(arena_bytes(backward), arena)}
     standing = saved | sums
     moments = [saved | {"arena": arena, "delta": product}, standing | {"workspace": workspace_bytes}]
     # The gradients are converted one after the other, each while its accumulator still exists.
@@ -146,10 +141,30 @@ def backward_memory(forward: Plan, backward: Plan, workspace_bytes: int) -> Pass
     return _largest(local.inputs + local.grad, *moments)
 
 
-def _saved(forward: Plan) -> dict[str, int]:
-    """Return the bytes that a forward pass has allocated and that its backward pass reads."""
-    local = _LocalBytes(forward.problem, forward.rank)
-    return {"out": local.rounded(local.out) or local.out, "lse": local.lse, "cached remote K/V": forward.kept_bytes}
+def standing_bytes(plan: Plan, has_sums: bool) -> int:
+    """Return the bytes that a running pass has allocated in addition to its arena and workspace.
+
+    `has_sums`: its accumulators exist.
+    """
+    local = _LocalBytes(plan.problem, plan.rank)
+    accumulators = sum(_sums(plan).values()) if plan.backward else local.out + local.lse
+    return (sum(_saved(plan).values()) if plan.backward else 0) + (accumulators if has_sums else 0)
+
+
+def _sums(backward: Plan) -> dict[str, int]:
+    """Return the bytes of the accumulators of a backward pass, which exist from its first step on."""
+    local = _LocalBytes(backward.problem, backward.rank)
+    sums = {"dk accumulator": local.dk, "dv accumulator": local.dv}
+    # Without accumulators of dK and dV, the results themselves exist from the start.
+    if backward.own_sums is OwnSums.NONE:
+        sums = {"dk": local.rounded(local.dk) or local.dk, "dv": local.rounded(local.dv) or local.dv}
+    return sums | {"delta": local.lse, "dq accumulator": local.dq}
+
+
+def _saved(plan: Plan) -> dict[str, int]:
+    """Return the bytes that a forward pass has allocated and that its backward pass reads, from either plan."""
+    local = _LocalBytes(plan.problem, plan.rank)
+    return {"out": local.rounded(local.out) or local.out, "lse": local.lse, "cached remote K/V": plan.kept_bytes}
 
 
 class _LocalBytes:

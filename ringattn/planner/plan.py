@@ -371,22 +371,6 @@ def account(plan: Plan, step: int | None, workspace_bytes: int) -> str:
     return "\n".join([f"{head}; live in step {plan.steps[step].number}:", *(lines or ["  no buffer"])])
 
 
-def remedies(plan: Plan) -> list[str]:
-    """Return the changes that reduce the memory of this plan, the cheapest first."""
-    changes = []
-    problem = plan.problem
-    if plan.name != "ring" and problem.world_size > 1:
-        changes.append(f"schedule='ring' holds two blocks at a time; {plan.name} may hold everything that it receives")
-    if plan.kept_bytes:
-        changes.append("schedule='ring' keeps nothing between forward and backward")
-    if problem.world_size > 1 and problem.kv_wire_dtype is None and problem.dtype in ("float16", "bfloat16"):
-        changes.append("kv_wire_dtype='int8' halves the staging buffers of sent and received keys and values")
-    if problem.batch > 1:
-        changes.append(f"a smaller batch: all figures are proportional to it, now {problem.batch}")
-    changes.append(f"more ranks: now {problem.world_size}, {problem.q_layout.counts[plan.rank]} tokens on this one")
-    return changes
-
-
 def mib(nbytes: int) -> str:
     """Format bytes as MiB."""
     return f"{nbytes / 2**20:.3f} MiB"

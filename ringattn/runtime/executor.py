@@ -112,6 +112,8 @@ class Executor:
         self._begun = False
         self.step: int | None = None
         """The number of the plan step that is running."""
+        self.has_sums = False
+        """Whether the accumulators of the pass exist."""
         self._exchange: tuple[int, WorkHandle | None] | None = None
         self._watch = PassProfiler(plan, None, None)
 
@@ -195,7 +197,7 @@ class Executor:
         `watch` records the pass. If `begin` started the pass, the profiler that `begin` received is used instead.
         """
         # Cleared first, so that after a failure below the next pass starts from the beginning.
-        begun, self._begun = self._begun, False
+        begun, self._begun, self.has_sums = self._begun, False, True
         if not begun:
             self._begin_pass(transport, pool)
             self._watch = watch
@@ -250,18 +252,20 @@ class Executor:
         return kept
 
     @contextmanager
-    def accounted(self, pool: Pool) -> Iterator[None]:
+    def accounted(self, pool: Pool, advise: Callable[[], list[str]]) -> Iterator[None]:
         """Raise `OutOfMemoryError` if memory runs out inside the `with`.
 
-        The error lists the memory that the pass held, and settings that save memory.
+        The error lists the memory that the pass held, and the changes that `advise` returns.
         """
-        self.step = None
+        self.step, self.has_sums = None, False
         try:
             yield
         except Exception as error:
             if not is_shortage(error):
                 raise
-            raise out_of_memory_error(error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes) from error
+            raise out_of_memory_error(
+                error, self.plan, self.step, self.workspace_bytes(), pool.taken_bytes, advise
+            ) from error
 
     def held_bytes(self) -> int:
         """Return the bytes of the plan, the engine's tables and the row lists, without the memory of the pool."""

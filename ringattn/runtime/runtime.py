@@ -9,78 +9,43 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
 
-from ringattn.core.bounded_cache import BoundedCache, bounded
-from ringattn.core.problem import Problem
+from ringattn.core.bounded_cache import BoundedCache
 from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.engine.select import Choice, choose
 from ringattn.errors import ClosedError, InputError, OutOfMemoryError, RingError
+from ringattn.observe.memory import free_bytes
 from ringattn.observe.spans import Recording
 from ringattn.planner.choose import plan_of
 from ringattn.planner.cluster import REFERENCE, Cluster, Exchange
+from ringattn.planner.memory import standing_bytes
 from ringattn.runtime.activation import Activation, attended, entered, unseen
+from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.consistency import (
     ComparedCall,
     ConsistencyCheck,
     GradientNeeds,
     Inputs,
-    facts_of,
     gradient_needs,
     refuse_dtensors,
 )
 from ringattn.runtime.executor import Arithmetic, Counters, Executor, profiler_of
 from ringattn.runtime.records import LocalTensors, Pool
-from ringattn.schedule.routes import Route
+from ringattn.runtime.shortage import advice
 from ringattn.transport.base import FORKED, ProcessBound, Transport, close_dropped
 from ringattn.transport.location import Location, links_of, recognise
 
 _open: WeakSet[Runtime] = WeakSet()
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """Everything about a call except its tensors."""
-
-    problem: Problem
-    route: Route
-    softmax: Softmax
-    engine: Engine
-    dropout_seed: int = 0
-    """Used with dropout only. Not part of a plan, because it differs in each step."""
-    number: int = field(default=0, compare=False)
-    """The number that all ranks gave this call when they compared it; its backward pass refers to it."""
-    facts: Hashable = field(default=None, compare=False)
-    """What makes the same call over another sequence, see `Runtime.recent_passes`; None if this is not supported."""
-    graph: bool = field(default=False, compare=False)
-    """Whether the outputs carry a graph on every rank, because some rank needs gradients."""
-
-    def summary(self, *extra: str) -> str:
-        """Return the text that must be equal on all ranks: a readable line, then a line for each fact (`facts_of`).
-
-        Every field is compared except the engine: messages and results are the same with every engine.
-        """
-        parts = [part.name for part in fields(self) if part.compare and part.name != "engine"]
-        facts = (fact for name in parts for fact in _facts(getattr(self, name), FACT_NAMES.get(name, name)))
-        return "\n".join((f"{self.route.name} attention of {self.problem.q_layout.length} tokens", *extra, *facts))
-
-
-FACT_NAMES = {"problem": "", "softmax": "", "route": "schedule"}
-"""How facts of these fields begin in an error; facts of other fields begin with the name of the field."""
-
-
 MOST_PASSES = 64
 """The most passes of a step that are planned ahead."""
-
-
-@bounded
-def _facts(part: Hashable, name: str) -> tuple[str, ...]:
-    return tuple(facts_of(part, name))
 
 
 class Runtime(ProcessBound):
@@ -459,11 +424,12 @@ class Runtime(ProcessBound):
         self._passes = {}
         return self._passes_before
 
-    def begin(self, executor: Executor, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
+    def begin(self, executor: Executor, call: AttentionCall, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
         """Begin a pass that `run` continues, see `Executor.begin`. The ring must make no other call before `run`.
 
         Args:
             executor: The executor of the pass.
+            call: The call.
             make: Returns the keys and values. If it receives views of the first message, it must write them there.
 
         Returns:
@@ -475,7 +441,7 @@ class Runtime(ProcessBound):
             OutOfMemoryError: This rank had no memory for the pass.
         """
         watch = profiler_of(executor.plan, self._recording)
-        with self.guarded(), self.accounted(executor), unseen():
+        with self.guarded(), self.accounted(executor, call), unseen():
             self._make_room(executor)
             return executor.begin(self.transport, self.pool, make, watch)
 
@@ -504,11 +470,12 @@ class Runtime(ProcessBound):
             return executor.run(self.transport, self.pool, self._counters, arithmetic, watch, kept, keep)
 
     @contextmanager
-    def accounted(self, executor: Executor) -> Iterator[None]:
+    def accounted(self, executor: Executor, call: AttentionCall) -> Iterator[None]:
         """End the ring if memory runs out inside the `with`. The error is that of `Executor.accounted`.
 
         Args:
             executor: The executor of the pass.
+            call: The call, for which the error advises what to change.
 
         Returns:
             A context manager.
@@ -516,9 +483,14 @@ class Runtime(ProcessBound):
         Raises:
             OutOfMemoryError: Memory ran out inside.
         """
+
+        def advise() -> list[str]:
+            held_bytes = self.pool.taken_bytes + standing_bytes(executor.plan, executor.has_sums)
+            return advice(call, self.rank, free_bytes(self.device) + held_bytes, self.machines)
+
         try:
             # The engine's operators attend to blocks of the ring, so they must not be refused as local attention.
-            with executor.accounted(self.pool), entered(Activation(None), outside_regions=True):
+            with executor.accounted(self.pool, advise), entered(Activation(None), outside_regions=True):
                 yield
         except OutOfMemoryError as error:
             self.end(error)

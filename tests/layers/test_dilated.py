@@ -24,8 +24,8 @@ from ringattn.layers.dilated import (
 )
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
+from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.executor import Executor
-from ringattn.runtime.runtime import AttentionCall
 from ringattn.testing import run_ranks
 from tests.core.dilated_reference import dilated_reference
 from tests.face import errors

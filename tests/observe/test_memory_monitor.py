@@ -110,6 +110,23 @@ def test_the_capacity_of_a_cpu_is_limited_by_its_cgroup(
         memory.status_bytes("Swap", tmp_path / "meminfo")
 
 
+@pytest.mark.parametrize(("group", "address_space", "free"), [
+    ("max\n", memory.resource.RLIM_INFINITY, 100), (None, memory.resource.RLIM_INFINITY, 100),
+    ("5000\n", memory.resource.RLIM_INFINITY, 100), ("1070\n", memory.resource.RLIM_INFINITY, 70),
+    ("900\n", memory.resource.RLIM_INFINITY, 0), ("1070\n", 50, 30),
+])  # fmt: skip
+def test_the_free_memory_of_a_cpu_is_the_lowest_of_its_limits(
+    tmp_path: Path, monkeypatch: Any, group: str | None, address_space: int, free: int
+) -> None:
+    for name, text in (("CGROUP", group), ("CGROUP_NOW", "1000\n")):
+        monkeypatch.setattr(memory, name, tmp_path / name)
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (address_space, address_space))
+    monkeypatch.setattr(memory, "status_bytes", lambda name, *_: {"VmSize": 20, "MemAvailable": 100}[name])
+    assert memory.free_bytes(torch.device("cpu")) == free
+
+
 def test_an_unknown_profile_is_refused_and_a_custom_one_accepted() -> None:
     with pytest.raises(InputError, match="aggressive, balanced, conservative"):
         alone(profile="brave")

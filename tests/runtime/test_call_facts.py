@@ -13,8 +13,8 @@ from ringattn import DisagreementError, Ring
 from ringattn.attention import call_of
 from ringattn.options import AttentionOptions
 from ringattn.planner.cluster import Cluster, Links
+from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.consistency import facts_of
-from ringattn.runtime.runtime import AttentionCall
 from ringattn.schedule.routes import ROUTES
 from ringattn.testing import dense_attention, run_ranks
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 import ringattn
+from ringattn.attention import call_of
+from ringattn.bench.attention_memory import attention_scratch_bytes
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import OutOfMemoryError, RingError
-from ringattn.observe.memory import is_shortage
+from ringattn.observe.memory import is_shortage, out_of_memory_error
+from ringattn.options import AttentionOptions
 from ringattn.planner.choose import plan_of
-from ringattn.planner.plan import account, buffer_bytes, fragmentation, live, live_bytes, remedies, slot_bytes
+from ringattn.planner.plan import account, buffer_bytes, fragmentation, live, live_bytes, slot_bytes
 from ringattn.ring import Ring
+from ringattn.runtime.shortage import advice
+from ringattn.sequence import Sequence
 from ringattn.testing import run_ranks
 from tests.face import RANKS, TOKENS, X
 from tests.schedules import ALL_GATHER, RING
@@ -160,11 +168,124 @@ def test_the_account_numbers_steps_as_the_schedule_does() -> None:
     assert headings == [f"live in step {number}:" for number in numbers]
 
 
-def test_only_applicable_remedies_are_listed() -> None:
-    problem = simple("contiguous", 64, 4).problem
-    advice = remedies(plan_of(problem, ALL_GATHER, 0, False))
-    assert "schedule='ring'" in advice[0] and any("kv_wire_dtype='int8'" in line for line in advice)
-    assert advice[-1] == "more ranks: now 4, 16 tokens on this one"
-    alone = plan_of(simple("contiguous", 64, 1).problem, RING, 0, False)
-    assert remedies(alone) == ["more ranks: now 1, 64 tokens on this one"]
-    assert "no buffer" in account(alone, 0, 0) and fragmentation(alone) == 0.0
+# --- advice ----------------------------------------------------------------------------------------------------------
+
+
+class Limited(StorageMeter):
+    """A meter that raises `MemoryError` if the tensors of this thread take more than `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(attention_scratch_bytes)
+        self.limit_bytes = limit_bytes
+
+    def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__torch_dispatch__(*args, **kwargs)
+        peak_bytes = self.peak_bytes
+        self.restart()
+        if peak_bytes > self.limit_bytes:
+            del result  # an allocator that refuses allocates nothing
+            raise MemoryError(f"{peak_bytes} bytes are more than {self.limit_bytes}")
+        return result
+
+
+class Trial(NamedTuple):
+    """A call: its size and its schedule."""
+
+    tokens: int = 600
+    batch: int = 3
+    schedule: str = "all_gather"
+
+
+def message_of(trial: Trial, limit_share: float | int, patch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Run forward and backward of a call, with a limited rank 1. Return its error, or "", and the limit.
+
+    `limit_share`: the limit in bytes, or as a share of the planned peak.
+    """
+
+    def body(ring: Ring) -> tuple[str, int]:
+        ring.engine = "aten"
+        seq = ring.sequence(trial.tokens, layout="contiguous")
+        dout, q, k, v = (torch.randn(trial.batch, seq.counts[ring.rank], 4, 32).requires_grad_() for _ in range(4))
+        options: dict[str, Any] = {"schedule": trial.schedule}
+        planned = ring.memory_plan(seq, q=q, k=k, v=v, **options).peak_bytes[ring.rank]
+        limit_bytes = limit_share if isinstance(limit_share, int) else int(limit_share * planned)
+        meter = Limited(limit_bytes if ring.rank == 1 else 1 << 40)
+        if ring.rank == 1:
+            patch.setattr("ringattn.runtime.runtime.free_bytes", lambda device: limit_bytes - meter.live_bytes)
+        try:
+            with meter:
+                out = ring.attention(q, k, v, seq, **options)
+                torch.autograd.grad(out, (q, k, v), dout.detach())
+        except OutOfMemoryError as error:
+            return str(error), limit_bytes
+        except RingError:
+            return "", limit_bytes
+        return "", limit_bytes
+
+    return run_ranks(4, body)[1]
+
+
+def advised(message: str, pattern: str) -> int:
+    """Return the number in the line of the message that matches `pattern` and says that the call then fits."""
+    fitting = [line for line in message.splitlines() if line.endswith("which fits")]
+    lines = [match for line in fitting if (match := re.search(pattern, line))]
+    assert len(lines) == 1, message
+    return int(lines[0][1])
+
+
+@pytest.mark.parametrize("share", [
+    pytest.param(0.35, id="in forward", marks=pytest.mark.slow), pytest.param(0.97, id="in backward"),
+])  # fmt: skip
+def test_a_call_that_follows_the_advice_fits(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names a schedule, a batch and a length. With each of them the call runs under the same limit."""
+    trial = Trial()
+    message, limit_bytes = message_of(trial, share, monkeypatch)
+    assert ("all_gather forward" if share < 0.5 else "all_gather backward") in message
+    tokens = advised(message, r"- (\d+) instead of 600 tokens, without other changes")
+    assert message_of(trial._replace(tokens=tokens), limit_bytes, monkeypatch)[0] == ""
+    if share > 0.5:
+        assert re.search(r"schedule='ring': takes [\d.]+ MiB, which fits", message)
+        followed = trial._replace(schedule="ring")
+    else:
+        # One step of tokens more does not fit.
+        assert message_of(trial._replace(tokens=tokens + 8), limit_bytes, monkeypatch)[0]
+        followed = trial._replace(schedule="ring", batch=advised(message, r"batch=(\d+) instead of 3"))
+    assert message_of(followed, limit_bytes, monkeypatch)[0] == ""
+
+
+def advice_of(ring: Ring, seq: Sequence, batch: int, schedule: str, budget_bytes: int) -> str:
+    """Return the advice for a causal call in bfloat16 that has `budget_bytes`, without the line about more ranks."""
+    options = AttentionOptions(causal=True, schedule=schedule)
+    call = call_of(ring, seq, None, (batch, 4, 4, 32, 32), torch.bfloat16, torch.device("cpu"), options)
+    *lines, ranks = advice(replace(call, graph=True), ring.rank, budget_bytes, ring.machines)
+    assert ranks.startswith(f"more ranks: now {ring.world_size}, ")
+    return "\n".join(lines)
+
+
+def test_only_applicable_changes_are_listed() -> None:
+    def body(ring: Ring) -> tuple[str, ...]:
+        packed = ring.sequence(96, layout="zigzag", cu_seqlens=[0, 40, 96])
+        return tuple(advice_of(ring, *rest) for rest in (
+            (ring.sequence(96), 1, "all_gather", 1 << 40), (ring.sequence(96), 1, "ring", 1),
+            (packed, 2, "ring", 10**5), (ring.sequence(96), 1, "all_gather", 10**5),
+        ))  # fmt: skip
+
+    fits, nothing, packed, gather = run_ranks(2, body)[0]
+    assert fits.endswith("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True") and "instead of" not in fits
+    assert "instead of" not in nothing and "schedule=" not in nothing and "kv_wire_dtype='int8'" in nothing
+    assert "batch=1 instead of 2" in packed and "tokens, " not in packed
+    assert "instead of 96 tokens, without other changes" in gather
+    with Ring() as ring:
+        alone = advice_of(ring, ring.sequence(96), 1, "all_gather", 10**5)
+    assert "schedule=" not in alone and "kv_wire_dtype" not in alone and "instead of 96 tokens" in alone
+
+
+def test_the_error_is_raised_if_planning_changes_also_runs_out_of_memory() -> None:
+    def advise() -> list[str]:
+        raise MemoryError("again")
+
+    plan = plan_of(simple("contiguous", 64, 4).problem, RING, 1, True)
+    error = out_of_memory_error(MemoryError("first"), plan, None, 0, 0, advise)
+    assert "first" in str(error) and "no memory was left to plan changes" in str(error)
+    with pytest.raises(ZeroDivisionError):
+        out_of_memory_error(MemoryError("first"), plan, None, 0, 0, lambda: [str(1 // 0)])
