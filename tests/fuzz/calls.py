@@ -75,7 +75,7 @@ def owned(seq: Case, case: Case) -> list[Tensor]:
             length, length, causal=seq["for_"] == "causal" and mask.takes_causal, mask=mask, documents=cuts,
             kv_documents=cuts, q_heads=mask.q_heads or 1,
         )  # fmt: skip
-        at_once = placed_for(seq) == "all_gather"
+        at_once = placed_for(seq) in ("all_gather", "node_gather")
         layout = make_layout(
             seq["layout"], length, ranks, cuts, at_once=at_once, mask=placed,
             ranks_per_node=per_node if 1 < per_node < ranks and ranks % per_node == 0 else 0,
