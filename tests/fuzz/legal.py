@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 from ringattn.schedule.routes import NUMBERED
@@ -51,7 +52,9 @@ def has_no_layout(seq: Case) -> str | None:
         return f"{seq['layout']} needs documents"
     if seq["layout"] != "mask":
         return None
-    kind = (seq["mask"] or "").partition(":")[0]
+    kind, _, text = (seq["mask"] or "").partition(":")
+    if kind == "slices" and any(int(stop) > seq["length"] for stop in re.findall(r"-(\d+)", text)):
+        return "the keys of slices are not those of the sequence"
     if kind in ("", "global_tokens"):
         return "layout=mask needs a mask that needs no window"
     if seq["for_"] not in ("causal", "full"):
