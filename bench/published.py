@@ -21,7 +21,7 @@ from ringattn.core.layout import make_layout
 from ringattn.core.mask import Banded
 from ringattn.core.problem import Problem
 from ringattn.launch.capacity.hardware import hardware
-from ringattn.launch.capacity.plan import estimate
+from ringattn.launch.capacity.step_time import estimate
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, CLUSTERS, FORWARD_FLOPS_PER_DIM, Cluster, LinkClass, moved_s
 from ringattn.planner.simulate import simulate

@@ -3,49 +3,60 @@
 Nothing is run. The formulas are in `ringattn.launch.capacity.training_bytes`. The sizes of attention's buffers are
 those of the plan that would run.
 
-`step_seconds` adds the arithmetic at the accelerator's published peak and, as if nothing overlapped, every transfer
-that a setting causes. The ratio of two runs therefore overstates the cost of transfers. `estimate` uses the rates that
-kernels reach, and hides transfers behind arithmetic where possible.
-
-Guarantees: closed forms with their source; no constant is fitted to a published step; the longest length fits, and one
-more token per rank does not; the cheapest settings are suggested first.
+Guarantees: closed forms with their source; no constant is fitted to a published step. A run "fits" only if a share of
+the memory stays free that published runs lose to gaps of the allocator (`RESERVE`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
-from ringattn.core.geometry import MOST_TOKENS
 from ringattn.errors import InputError
 from ringattn.launch.capacity import hardware as machines
 from ringattn.launch.capacity.hardware import GIB, Hardware
-from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, bubble, model_shape
+from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
+from ringattn.launch.capacity.search import (
+    Advice,
+    advice,
+    bytes_per_token,
+    longest_tokens,
+    rounding_saves,
+    smallest_ring,
+    with_steps,
+)
+from ringattn.launch.capacity.step_time import StepTime, estimate
 from ringattn.launch.capacity.training_bytes import (
     KINDS,
-    OFFLOADS,
-    RECOMPUTE,
-    SAVED,
     AttentionSetup,
     TrainingSetup,
     TrainingSwitches,
-    host_bytes,
     training_bytes,
 )
 from ringattn.launch.config import load
 from ringattn.launch.folders import json_output, writing
 from ringattn.launch.options import MOST, help_text, json_option, option
-from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
 PURPOSE = """\
 Estimate the training memory of each rank by component, the longest sequence for the ring, the smallest ring for the
 length, the time of a step from published rates, and, if the run does not fit, the settings to turn on first.
 Examples: ringattn plan preset=1.3B hardware=a100-80 ranks=8 tokens=1000000
-          ringattn plan tokens=1000000000 recompute=full picture=plan.png"""
+          ringattn plan tokens=1000000000 recompute=full picture=plan.png
+Exit code: 0 if the run fits with the reserve, 1 if it does not, 2 if an option is wrong."""
+
+ALLOCATED_OF_RESERVED = ((61.66, 67.69), (42.71, 48.75), (62.5, 71.2))
+"""Published peaks of tensors, and of what torch's allocator had reserved from the device for them, in GB or GiB.
+
+A 12B model on 8 H100, without and with recomputed norms (NVIDIA-NeMo/RL, pull request 926), and a run with micro
+batches of several sizes, the largest first (pull request 3476). GMLake (arXiv:2401.08156) reports gaps of 15 % on
+average, and 33 % at most, for the allocator of 2023.
+"""
+
+RESERVE = round(max(1 - allocated / reserved for allocated, reserved in ALLOCATED_OF_RESERVED), 3)
+"""The share of the device's memory that must stay free for gaps of the allocator: the largest of these runs."""
 
 
 @dataclass
@@ -68,6 +79,9 @@ class PlanConfig(TrainingSwitches, PlannedCall):
     """One training run to plan."""
 
     framework_gib: float = option(1.0, "allowance for driver, NCCL and allocator, not measured", least=0.0, most=MOST)
+    reserve: float = option(
+        RESERVE, "share of the memory that must stay free for gaps of the allocator", least=0.0, most=0.9
+    )
     recommended: bool = option(False, "use the hardware's recommended settings for keys that are not given")
     layers: int | None = option(None, "override the preset: transformer blocks", least=1, most=MOST)
     width: int | None = option(None, "override: width of the residual stream", least=1, most=MOST)
@@ -159,24 +173,31 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
     if not machine.bf16 and config.precision.startswith("bf16"):
         raise InputError(f"precision={config.precision}: {machine.name} has no bf16 arithmetic; use precision=fp32")
     run = run_of(config)
-    smallest = smallest_ring(run, machine.memory_bytes)
+    usable = replace(machine, memory_bytes=int(machine.memory_bytes * (1 - config.reserve)))
+    limit = usable.memory_bytes
+    smallest = smallest_ring(run, limit)
     recommended = replace(run, **dict(machine.start))
-    recommended_ring = smallest_ring(recommended, machine.memory_bytes)
+    recommended_ring = smallest_ring(recommended, limit)
     # If no ring fits these settings, savings are suggested for the smallest ring that fits the recommended settings.
-    run = replace(run, ranks=config.ranks or smallest or recommended_ring or 1)
+    rings = {"ranks": config.ranks, "smallest": smallest, "recommended": recommended_ring, "none": 1}
+    ring_from, ring = next((source, ranks) for source, ranks in rings.items() if ranks)
+    run = replace(run, ranks=ring)
     recommended = replace(recommended, ranks=run.ranks)
     account = training_bytes(run)
-    steps = advice(run, machine)
+    steps = advice(run, usable)
     smaller = with_steps(run, steps)
     after = training_bytes(smaller)
     return {
         "model": {"name": config.preset, "parameters": run.model.parameters, **asdict(run.model)},
         "hardware": {"name": machine.name, "memory_bytes": machine.memory_bytes, "source": machine.source,
                      "recommended": dict(machine.start), "why": machine.why,
-                     "longest_tokens": longest_tokens(recommended, machine.memory_bytes),
+                     "longest_tokens": longest_tokens(recommended, limit),
                      "smallest_ring": recommended_ring},
         "run": {key: value for key, value in asdict(run).items() if key != "model"},
-        "fits": account.peak.total <= machine.memory_bytes,
+        "ring_from": ring_from,
+        "fits": account.peak.total <= limit,
+        "reserve_bytes": machine.memory_bytes - limit,
+        "without_tokens": training_bytes(replace(run, tokens=run.ranks)).peak._asdict(),
         "moment": account.moment,
         "bytes_by_component": account.peak._asdict(),
         "bytes_by_moment": account.totals,
@@ -184,7 +205,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "bytes_per_token": bytes_per_token(run),
         "host_bytes": account.host_bytes,
         "route": account.slots.route,
-        "longest_tokens": longest_tokens(run, machine.memory_bytes),
+        "longest_tokens": longest_tokens(run, limit),
         "smallest_ring": smallest,
         "steps": [_step(step) for step in steps],
         "rounding_saves": rounding_saves(run),
@@ -192,8 +213,9 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "rates": asdict(machine.reached),
         "after_steps": {"step": _step_time(estimate(smaller, machine)),
                         "bytes_by_component": after.peak._asdict(), "total_bytes": after.peak.total,
-                        "longest_tokens": longest_tokens(smaller, machine.memory_bytes),
-                        "smallest_ring": smallest_ring(smaller, machine.memory_bytes)},
+                        "fits": after.peak.total <= limit,
+                        "longest_tokens": longest_tokens(smaller, limit),
+                        "smallest_ring": smallest_ring(smaller, limit)},
     }  # fmt: skip
 
 
@@ -211,6 +233,8 @@ def table(config: PlanConfig, machine: Hardware, figures: dict[str, Any]) -> str
     run, total = figures["run"], figures["total_bytes"]
     parameters = figures["model"]["parameters"] / 1e9
     lines = [
+        *verdict(figures),
+        "",
         f"{config.preset}, {parameters:.3f}e9 parameters, on {machine.name} ({_gib(machine.memory_bytes)} GiB; "
         f"{machine.source})",
         f"{run['tokens']:,} tokens over a ring of {run['ranks']:,}: "
@@ -221,11 +245,54 @@ def table(config: PlanConfig, machine: Hardware, figures: dict[str, Any]) -> str
     ]
     for name, nbytes in figures["bytes_by_component"].items():
         lines.append(f"{name.replace('_', ' '):<14}{_gib(nbytes):>12}{nbytes / total:>8.1%}")
-    verdict = "fits" if figures["fits"] else "does not fit"
-    lines += [f"{'total':<14}{_gib(total):>12}   {verdict} in {_gib(machine.memory_bytes)}"]
+    lines += [f"{'total':<14}{_gib(total):>12}   of {_gib(machine.memory_bytes)}"]
     if figures["host_bytes"]:
         lines.append(f"{'host memory':<14}{_gib(figures['host_bytes']):>12}")
     return "\n".join([*lines, "", *_answers(run, figures, machine), "", *_time(run, figures, machine)])
+
+
+MOMENTS = {
+    "loss": "at the loss", "last layer": "in the backward of the last layer",
+    "first layer": "in the backward of the first layer", "update": "in the update of the optimizer",
+    "reduction": "in the reduction of the gradients", "stored": "with all stored tensors",
+}  # fmt: skip
+"""Words for the moments of `training_bytes.moments`."""
+
+OWNERS = 3
+"""The components that the verdict names."""
+
+
+def verdict(figures: dict[str, Any]) -> list[str]:
+    """Return three lines: whether the run fits, the moment and owners of the peak, and the longest sequence."""
+    total, memory, reserve = figures["total_bytes"], figures["hardware"]["memory_bytes"], figures["reserve_bytes"]
+    left = f"{_gib(memory - total)} GiB ({1 - total / memory:.1%}) stay free"
+    if total > memory:
+        left = f"{_gib(total - memory)} GiB are missing"
+    first = (
+        f"{'fits' if figures['fits'] else 'does not fit'}: {_gib(total)} of {_gib(memory)} GiB, {left}; "
+        f"{_gib(reserve)} GiB ({reserve / memory:.1%}) must stay free for gaps of the allocator"
+    )
+    peak = f"peak {MOMENTS[figures['moment']]}: {_owners(figures['bytes_by_component'])}"
+    last = _longest(figures, figures["run"]["ranks"])
+    if figures["ring_from"] in ("recommended", "none"):
+        last = f"no ring fits this length; {last}"
+    if figures["ring_from"] == "recommended":
+        last += ", the smallest that fits with recommended=true"
+    if not figures["longest_tokens"]:
+        state = figures["without_tokens"]
+        last += f": with one token per rank a rank already takes {_gib(sum(state.values()))} GiB, {_owners(state)}"
+    if not figures["fits"] and figures["steps"]:
+        step, after = figures["steps"][0], figures["after_steps"]
+        last += f"; turn on first: {step['key']}={step['value']}"
+        if after["longest_tokens"]:
+            last += f"; with all settings below {after['longest_tokens']:,} tokens fit"
+    return [first, peak, last]
+
+
+def _owners(components: dict[str, float]) -> str:
+    """Return the largest components, as text."""
+    largest = sorted(components.items(), key=lambda item: -item[1])[:OWNERS]
+    return ", ".join(f"{name.replace('_', ' ')} {_gib(nbytes)} GiB" for name, nbytes in largest if nbytes)
 
 
 def _time(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> list[str]:
@@ -267,359 +334,25 @@ def _answers(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) ->
         )
     after = figures["after_steps"]
     if figures["steps"]:
-        enough = "then it fits" if after["total_bytes"] <= machine.memory_bytes else "still does not fit"
+        enough = "then it fits" if after["fits"] else "still does not fit"
         lines.append(f"  {enough}; {_limits(after, run['ranks'])}")
     for setting, saved in figures["rounding_saves"].items() if not figures["fits"] else ():
         lines.append(f"  not turned on, because it changes the arithmetic: {setting} alone saves {_gib(saved)} GiB")
     return lines
 
 
+def _longest(figures: dict[str, Any], ring: int) -> str:
+    """Return the longest sequence as text."""
+    if not figures["longest_tokens"]:
+        return f"no sequence fits on a ring of {ring:,}"
+    return f"longest sequence on a ring of {ring:,}: {figures['longest_tokens']:,} tokens"
+
+
 def _limits(figures: dict[str, Any], ring: int) -> str:
     """Return a line with the longest sequence and the smallest ring."""
     smallest = f"{figures['smallest_ring']:,}" if figures["smallest_ring"] else "no ring fits"
-    return f"longest sequence on a ring of {ring:,}: {figures['longest_tokens']:,} tokens; smallest ring: {smallest}"
+    return f"{_longest(figures, ring)}; smallest ring: {smallest}"
 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:,.2f}"
-
-
-# --- time of a step ---------------------------------------------------------------------------------------------------
-
-
-TENSOR_COLLECTIVES = 8
-"""Gathers and scatters of a layer's tokens under tensor and sequence parallelism, forward and backward together: two of
-each for attention and two of each for the feed-forward (arXiv:2205.05198, section 4.2.2)."""
-
-
-def matrix_flops(run: TrainingSetup) -> float:
-    """Return the FLOPs of a rank's matrix products in forward: 2 per parameter and token (arXiv:2001.08361, 2.1).
-
-    They include all layers and the output product, which a tied model computes too. Of the experts, only those that
-    process a token count. The figure is that of one micro batch, averaged over the stages of a pipeline.
-    """
-    shape = run.model
-    products = shape.layers * shape.active_parameters + shape.vocabulary * shape.width
-    return 2.0 * products * run.rank_tokens / _cut(run)
-
-
-def attention_flops(run: TrainingSetup) -> float:
-    """Return the FLOPs of a rank's attention in forward: 4 head_dim per pair and head (FlashAttention-2, 4.1)."""
-    shape = run.model
-    pairs = run.attention.pairs(run.tokens) * run.batch / run.ranks
-    return FORWARD_FLOPS_PER_DIM * shape.query_width * pairs * shape.layers / _cut(run)
-
-
-def _cut(run: TrainingSetup) -> int:
-    return run.tensor_ranks * run.pipeline_ranks
-
-
-class Flops(NamedTuple):
-    """FLOPs of one micro batch on one rank, including recomputation: matrix products, and attention by pass."""
-
-    products: float
-    attention_forward: float
-    attention_backward: float
-
-    @property
-    def total(self) -> float:
-        """Return the sum."""
-        return sum(self)
-
-
-def flops_of(run: TrainingSetup) -> Flops:
-    """Return the FLOPs of one micro batch.
-
-    Backward takes twice the FLOPs of forward for matrix products, and 2.5 times for attention. With recompute full or
-    offloaded, backward runs the forward of the layers again (Korthikanti et al. 2022, section 5); with selective, it
-    does so without attention. A tiled feed-forward and the logits of a loss in chunks are always recomputed.
-    """
-    shape = run.model
-    products, attention = matrix_flops(run), attention_flops(run)
-    output = 2.0 * shape.vocabulary * shape.width * run.rank_tokens / _cut(run)
-    kept = sum(matrix.parameters for matrix in shape.attention_matrices)
-    feeds = 2.0 * shape.layers * (shape.active_parameters - kept) * run.rank_tokens / _cut(run)
-    again = (feeds if run.is_tiled else 0.0) if run.recompute == "none" else products - output
-    if run.chunked_loss_tokens:
-        again += output
-    forward = attention if run.recompute in ("none", "selective") else 2 * attention
-    return Flops(3 * products + again, forward, BACKWARD_OVER_FORWARD * attention)
-
-
-def compute_flops(run: TrainingSetup) -> float:
-    """Return the FLOPs of one rank's step."""
-    return flops_of(run).total * run.micro_batches
-
-
-def model_flops(run: TrainingSetup, half: bool = True) -> float:
-    """Return the FLOPs of one rank's step without recomputation: three times those of the model's forward pass.
-
-    If `half`, attention counts the pairs that the mask allows. Otherwise it counts all pairs, as in PaLM's formula
-    12 layers width length (arXiv:2204.02311, appendix B).
-    """
-    attention = attention_flops(run)
-    if not half:
-        attention *= run.tokens**2 / run.attention.pairs(run.tokens)
-    return 3 * (matrix_flops(run) + attention) * run.micro_batches
-
-
-def state_bytes_moved(run: TrainingSetup) -> float:
-    """Return the bytes that a rank sends for data parallelism and ZeRO (arXiv:1910.02054, section 7).
-
-    Stages 0 to 2 all-reduce the gradients, or scatter the gradients and gather the weights, which moves each parameter
-    twice. Stage 3 gathers the weights twice and scatters the gradients.
-    """
-    if run.degree == 1:
-        return 0.0
-    numbers, share = run.numbers, (run.degree - 1) / run.degree
-    weights, gradients = (run.share.parameters * item * share for item in (numbers.weight, numbers.gradient))
-    return 2 * weights + gradients if run.zero_stage == 3 else weights + gradients
-
-
-def step_seconds(run: TrainingSetup, machine: Hardware) -> float:
-    """Return the seconds of a step without overlap.
-
-    They are those of the arithmetic at peak, the transfers of ZeRO, and the transfers from and to host memory.
-    """
-    arithmetic = compute_flops(run) / machine.flops
-    return arithmetic + state_bytes_moved(run) / machine.link_bytes_s + 2 * host_bytes(run) / machine.host_bytes_s
-
-
-class StepTime(NamedTuple):
-    """Seconds of a step by cause. `ring`, `state` and `host` count only the transfers that arithmetic does not hide.
-
-    `mfu` is the share of the peak that the model's FLOPs reach, without recomputation and with the pairs that the mask
-    allows. `mfu_full` is the same with all pairs.
-    """
-
-    products: float
-    attention: float
-    tensor: float
-    ring: float
-    state: float
-    host: float
-    bubble: float
-    tokens_s: float
-    mfu: float
-    mfu_full: float
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of the step."""
-        return sum(self[:7])
-
-
-def ring_bytes(run: TrainingSetup) -> float:
-    """Return the bytes that a rank sends for attention per micro batch: K and V in forward; K, V and dK/dV in backward.
-
-    This is an upper bound for all schedules. If attention is recomputed, its forward counts twice.
-    """
-    rows = run.rank_tokens * 2 * run.model.kv_width / run.tensor_ranks
-    forward, sums = rows * run.numbers.activation, rows * run.numbers.wide
-    passes = 1 if run.recompute in ("none", "selective") else 2
-    layers = run.model.layers / run.pipeline_ranks
-    return (run.ranks - 1) * layers * ((passes + 1) * forward + sums)
-
-
-def tensor_bytes(run: TrainingSetup) -> float:
-    """Return the bytes that a rank sends for tensor parallelism per micro batch, including recomputed layers."""
-    share = (run.tensor_ranks - 1) / run.tensor_ranks
-    passes = TENSOR_COLLECTIVES * (1 if run.recompute == "none" else 1.5)
-    layers = run.model.layers / run.pipeline_ranks
-    return passes * layers * run.rank_tokens * run.model.width * run.numbers.activation * share
-
-
-def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
-    """Estimate a step at the rates that kernels and links reach.
-
-    Attention hides the transfers of K and V. The arithmetic of the micro batches hides the transfers of the state and
-    of host memory. Nothing hides the collectives of tensor parallelism. Neighboring ranks form a tensor parallel group,
-    and these groups form rings. A ring or group that does not fit into one machine uses the network.
-    """
-    rates, work = machine.reached, flops_of(run)
-
-    def link(ranks: int) -> float:
-        return rates.link_bytes_s if ranks <= rates.machine else rates.network_bytes_s
-
-    products = work.products / rates.products
-    attention = work.attention_forward / rates.attention_forward + work.attention_backward / rates.attention_backward
-    tensor = tensor_bytes(run) / link(run.tensor_ranks)
-    ring = max(0.0, ring_bytes(run) / link(run.tensor_ranks * run.ranks) - attention)
-    micro_batch = products + attention + tensor + ring
-    count = run.micro_batches
-    idle = count * micro_batch * bubble(run.pipeline_ranks, run.pipeline_chunks, count)
-    hidden = count * (products + attention)
-    state = max(0.0, state_bytes_moved(run) / link(run.tensor_ranks * run.degree) - hidden)
-    host = max(0.0, 2 * host_bytes(run) / machine.host_bytes_s - hidden)
-    seconds = count * micro_batch + state + host + idle
-    peak = seconds * machine.flops
-    return StepTime(
-        count * products, count * attention, count * tensor, count * ring, state, host, idle,
-        run.tokens * run.batch * count / seconds, model_flops(run) / peak, model_flops(run, half=False) / peak,
-    )  # fmt: skip
-
-
-# --- what fits --------------------------------------------------------------------------------------------------------
-
-
-MOST_RANKS = 2**24
-"""The largest ring that searches try."""
-
-LEAST_SAVING = 1 / 1000
-"""The share of the total that a setting must save to be suggested."""
-
-
-class Switch(NamedTuple):
-    """A setting that saves memory."""
-
-    key: str
-    value: Any
-    about: str
-
-
-SWITCHES = (
-    Switch("data", "shard", "each rank reads only its shard of the tokens"),
-    Switch("chunked_loss_tokens", 1024, "logits of 1024 tokens at a time"),
-    Switch("zero_stage", 1, "shard the optimizer state over the ranks"),
-    Switch("zero_stage", 2, "shard the gradients too"),
-    Switch("zero_stage", 3, "shard the weights too"),
-    Switch("tiled_mlp_tokens", 4096, "feed-forwards of 4096 tokens at a time"),
-    Switch("recompute", "selective", "recompute everything except attention"),
-    Switch("recompute", "full", "recompute layers from their inputs"),
-    Switch("recompute", "offloaded", "keep these inputs in host memory"),
-    Switch("offload", "optimizer", "run the optimizer on the host"),
-    Switch("offload", "parameters", "keep weights on the host, fetched layer by layer"),
-)
-"""Settings that advice may turn on. They change results only by rounding."""
-
-ROUNDING = (
-    Switch("optimizer", "adamw8bit", "optimizer state in eight bits"),
-    Switch("saved_activations", "int8", "saved activations in eight bits"),
-)
-"""Settings that store data in eight bits and so change results by more. They are listed, but never turned on."""
-
-ORDER: dict[str, tuple[Any, ...]] = {
-    "zero_stage": (0, 1, 2, 3),
-    "recompute": RECOMPUTE,
-    "offload": OFFLOADS,
-    "saved_activations": SAVED,
-}
-"""Settings in order: a search never replaces a value by an earlier one."""
-
-
-class Advice(NamedTuple):
-    """A suggested setting and its effect after all settings suggested before it.
-
-    `saves_bytes` is the saving per rank, and `total_bytes` the memory that the rank then needs. `time_factor` is the
-    time of a step with this and all earlier settings, divided by the time without any of them.
-    """
-
-    switch: Switch
-    saves_bytes: float
-    time_factor: float
-    total_bytes: float
-
-
-def fits(run: TrainingSetup, memory_bytes: float) -> bool:
-    """Return whether the peak of a rank is within its memory."""
-    return training_bytes(run).peak.total <= memory_bytes
-
-
-def longest_tokens(run: TrainingSetup, memory_bytes: float) -> int:
-    """Return the tokens of the longest sequence that fits, a multiple of `run.ranks`; 0 if no length fits."""
-
-    def length_fits(per_rank: int) -> bool:
-        return fits(replace(run, tokens=per_rank * run.ranks), memory_bytes)
-
-    if not length_fits(1):
-        return 0
-    low, high = 1, 2
-    while high * run.ranks <= MOST_TOKENS and length_fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if length_fits(middle) else (low, middle)
-    return low * run.ranks
-
-
-def bytes_per_token(run: TrainingSetup) -> float:
-    """Return the bytes by which a rank's peak grows per additional token of the rank, if the length is doubled."""
-    twice = replace(run, tokens=2 * run.tokens)
-    grown = training_bytes(twice).peak.total - training_bytes(run).peak.total
-    return grown / (twice.rank_tokens - run.rank_tokens)
-
-
-def smallest_ring(run: TrainingSetup, memory_bytes: float) -> int | None:
-    """Return the fewest ranks on which `run.tokens` tokens fit with the settings of `run`; None if no number fits."""
-
-    def ring_fits(ranks: int) -> bool:
-        return fits(replace(run, ranks=ranks), memory_bytes)
-
-    low, high = 0, 1
-    while not ring_fits(high):
-        low, high = high, 2 * high
-        if low >= min(run.tokens, MOST_RANKS):
-            return None
-        high = min(high, run.tokens)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if ring_fits(middle) else (middle, high)
-    return high
-
-
-def advice(run: TrainingSetup, machine: Hardware) -> list[Advice]:
-    """Return settings to turn on, one after another, until the run fits.
-
-    The next setting is always that with the fewest additional seconds per saved byte. Time factors compare with the run
-    without any of the settings.
-    """
-    steps: list[Advice] = []
-    before, base = training_bytes(run).peak.total, step_seconds(run, machine)
-    while before > machine.memory_bytes:
-        choices = []
-        for switch in SWITCHES:
-            if _goes_further(run, switch):
-                tried = replace(run, **{switch.key: switch.value})
-                saved, seconds = before - training_bytes(tried).peak.total, step_seconds(tried, machine)
-                if saved > LEAST_SAVING * before:
-                    cost = max(0.0, seconds - step_seconds(run, machine)) / saved
-                    choices.append(((cost, -saved), switch, tried, saved, seconds))
-        if not choices:
-            break
-        _, switch, run, saved, seconds = min(choices, key=itemgetter(0))
-        before -= saved
-        steps.append(Advice(switch, saved, seconds / base, before))
-    return steps
-
-
-def rounding_saves(run: TrainingSetup) -> dict[str, float]:
-    """Return the bytes that each setting of `ROUNDING` saves if it alone is turned on, by its text "key=value".
-
-    The effect of these settings on the loss of this run was not measured.
-    """
-    before = training_bytes(run).peak.total
-    return {
-        f"{switch.key}={switch.value}":
-            before - training_bytes(replace(run, **{switch.key: switch.value})).peak.total
-        for switch in ROUNDING if _goes_further(run, switch)
-    }  # fmt: skip
-
-
-def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
-    """Return the run with all suggested settings."""
-    return replace(run, **{step.switch.key: step.switch.value for step in steps})
-
-
-def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
-    """Return whether to try a setting.
-
-    A setting in `ORDER` must come after the current value, weights on the host need ZeRO 3, and an optimizer in eight
-    bits replaces only AdamW.
-    """
-    current = getattr(run, switch.key)
-    if switch.value == "parameters" and run.zero_stage < 3:
-        return False
-    if switch.key in ORDER:
-        order = ORDER[switch.key]
-        return order.index(switch.value) > order.index(current)
-    return switch.key != "optimizer" or current == "adamw"

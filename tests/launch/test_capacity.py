@@ -26,22 +26,9 @@ from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.hardware import PRESETS as MACHINES
 from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
 from ringattn.launch.capacity.picture import capacity_figure, spread
-from ringattn.launch.capacity.plan import (
-    PlanConfig,
-    advice,
-    attention_flops,
-    compute_flops,
-    fits,
-    longest_tokens,
-    machine_of,
-    matrix_flops,
-    plan,
-    run_of,
-    shape_of,
-    smallest_ring,
-    step_seconds,
-    with_steps,
-)
+from ringattn.launch.capacity.plan import RESERVE, PlanConfig, machine_of, plan, run_of, shape_of, verdict
+from ringattn.launch.capacity.search import advice, fits, longest_tokens, smallest_ring, with_steps
+from ringattn.launch.capacity.step_time import attention_flops, compute_flops, matrix_flops, step_seconds
 from ringattn.launch.capacity.training_bytes import (
     PRECISIONS,
     AttentionSetup,
@@ -486,6 +473,10 @@ def test_plans_match_the_recorded_plans(options: str) -> None:
     assert {key for key in recorded if result[key] != recorded[key]} == set() and result.keys() == recorded.keys()
 
 
+USABLE = int(80 * GIB * (1 - RESERVE))
+"""The memory of an 80 GiB accelerator without the reserve."""
+
+
 def run_plan(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Run the command, and return the exit code and the JSON."""
     path = tmp_path / "plan.json"
@@ -498,8 +489,8 @@ def test_a_plan_for_a_billion_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = TrainingSetup(model_shape("1.3B"), 10**9, result["smallest_ring"], recompute="full", chunked_loss_tokens=1024,
               framework_bytes=GIB)  # fmt: skip
     assert code == 0 and result["fits"]
-    assert result["total_bytes"] == training_bytes(run).peak.total <= 80 * GIB
-    assert not fits(replace(run, ranks=run.ranks - 1), 80 * GIB)
+    assert result["total_bytes"] == training_bytes(run).peak.total <= USABLE
+    assert not fits(replace(run, ranks=run.ranks - 1), USABLE)
     printed = capsys.readouterr().out
     tokens, token_bytes = -(-(10**9) // run.ranks), result["bytes_per_token"]
     assert f"a ring of {run.ranks:,}: {tokens:,} tokens per rank" in printed
@@ -517,14 +508,15 @@ def test_corrected_capacities_of_80_gib(tmp_path: Path, options: tuple[str, ...]
     # Published values are rounded to thousands or ten thousands. They do not count normalizers and ids, which change
     # the value by less than its last digit.
     last_digit = 10 if published > 300 else 1
-    _, result = run_plan(tmp_path, *options, "ranks=1", "hardware=a100-80", "transients=false", "framework_gib=0")
+    _, result = run_plan(tmp_path, *options, "ranks=1", "hardware=a100-80", "transients=false", "framework_gib=0",
+                         "reserve=0")  # fmt: skip
     assert abs(result["longest_tokens"] / 1000 - published) <= last_digit
 
 
 def test_savings_are_suggested_for_a_run_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, result = run_plan(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000")
     printed = capsys.readouterr().out
-    assert code == 1 and not result["fits"] and "does not fit in 80.00" in printed
+    assert code == 1 and not result["fits"] and printed.startswith("does not fit: ")
     assert result["longest_tokens"] == 0 and result["smallest_ring"] is None
     settings = [f"{step['key']}={step['value']}" for step in result["steps"]]
     assert all(setting in printed for setting in settings) and "then it fits" in printed
@@ -540,6 +532,38 @@ def test_savings_are_suggested_for_a_run_that_does_not_fit(tmp_path: Path, capsy
     assert result["after_steps"]["total_bytes"] == pytest.approx(result["total_bytes"] - saved)
     code, advised = run_plan(tmp_path, "preset=llama3-8b", "ranks=8", "tokens=1000000", *last_values(settings))
     assert code == 0 and advised["total_bytes"] == pytest.approx(result["after_steps"]["total_bytes"])
+
+
+def test_the_verdict_needs_the_reserve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run whose peak is within the memory but not within the reserve does not fit, and the exit code is 1."""
+    assert RESERVE == 0.124  # 1 - 42.71 / 48.75, the largest gap of the published runs
+    options = "preset=125M", "ranks=1", "tokens=4096"
+    gib = training_bytes(TrainingSetup(model_shape("125M"), 4096, framework_bytes=GIB)).peak.total / GIB
+    for memory, reserve, expected in ((gib / 0.9, 0.09, 0), (gib / 0.9, 0.11, 1), (gib * 0.9, 0.0, 1)):
+        capsys.readouterr()
+        code, figures = run_plan(tmp_path, *options, f"memory_gib={memory}", f"reserve={reserve}")
+        first, peak, last = capsys.readouterr().out.splitlines()[:3]
+        assert (code, figures["fits"]) == (expected, not expected)
+        assert first.startswith("does not fit: " if expected else "fits: ")
+        left = "stay free" if memory > gib else "GiB are missing"
+        assert left in first and f"({reserve:.1%}) must stay free" in first
+        ((name, largest), *_) = sorted(figures["bytes_by_component"].items(), key=lambda item: -item[1])
+        assert peak.startswith(f"peak at the loss: {name.replace('_', ' ')} {largest / GIB:,.2f} GiB")
+        assert last.startswith(f"longest sequence on a ring of 1: {figures['longest_tokens']:,} tokens")
+        assert ("turn on first: " in last) == bool(expected)
+        assert (figures["longest_tokens"] >= 4096) == (not expected)
+
+
+def test_the_verdict_says_that_the_state_alone_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names the bytes of one token per rank, and says why a ring was planned that the caller did not name."""
+    _, result = run_plan(tmp_path, "preset=7B", "ranks=1", "tokens=4096")
+    last = capsys.readouterr().out.splitlines()[2]
+    state = training_bytes(TrainingSetup(model_shape("7B"), 1, 1, framework_bytes=GIB)).peak
+    alone = f": with one token per rank a rank already takes {state.total / GIB:,.2f} GiB, optimizer "
+    assert result["longest_tokens"] == 0 and last.startswith(f"no sequence fits on a ring of 1{alone}")
+    recommended = verdict({**result, "ring_from": "recommended"})[2]
+    chosen = "no ring fits this length; no sequence fits on a ring of 1, the smallest that fits with recommended=true"
+    assert recommended.startswith(chosen + alone)
 
 
 def last_values(settings: list[str]) -> list[str]:
@@ -681,8 +705,9 @@ def test_the_plan_is_for_one_rank_if_no_ring_fits() -> None:
 
 def test_the_plan_is_for_the_ring_that_fits_with_recommended_settings(tmp_path: Path) -> None:
     code, result = run_plan(tmp_path, "preset=7B", "tokens=1000000")
-    model, ring, limit = model_shape("7B"), result["hardware"]["smallest_ring"], 80 * GIB
+    model, ring, limit = model_shape("7B"), result["hardware"]["smallest_ring"], USABLE
     assert code == 1 and result["smallest_ring"] is None and result["run"]["ranks"] == ring
+    assert result["ring_from"] == "recommended"
     recommended = TrainingSetup(model, 10**6, ring, framework_bytes=GIB, **result["hardware"]["recommended"])
     assert fits(recommended, limit) and not fits(replace(recommended, ranks=ring - 1), limit)
     assert result["after_steps"]["total_bytes"] <= limit

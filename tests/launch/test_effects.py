@@ -24,6 +24,7 @@ PLAN_CASES = {
     "batch": "batch=2", "mask": "mask=full", "window_tokens": "mask=window window_tokens=512",
     "segment_lengths": "mask=dilated segment_lengths=[2048] dilation_rates=[4]",
     "dilation_rates": "mask=dilated segment_lengths=[2048] dilation_rates=[2]", "framework_gib": "framework_gib=2",
+    "reserve": "reserve=0.05",
     "layers": "layers=12", "width": "width=2048 head_dim=128", "heads": "heads=16 head_dim=128",
     "kv_heads": "kv_heads=16", "head_dim": "head_dim=64", "ffn": "ffn=1000", "experts": "experts=4 experts_per_token=1",
     "experts_per_token": "experts=4 experts_per_token=2",

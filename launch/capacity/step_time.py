@@ -1,0 +1,186 @@
+"""The FLOPs, transferred bytes and seconds of a training step, from published rates.
+
+`step_seconds` adds the arithmetic at the accelerator's published peak and, as if nothing overlapped, every transfer
+that a setting causes. The ratio of two runs therefore overstates the cost of transfers. `estimate` uses the rates that
+kernels reach, and hides transfers behind arithmetic where possible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ringattn.launch.capacity.hardware import Hardware
+from ringattn.launch.capacity.model_shapes import bubble
+from ringattn.launch.capacity.training_bytes import TrainingSetup, host_bytes
+from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
+
+TENSOR_COLLECTIVES = 8
+"""Gathers and scatters of a layer's tokens under tensor and sequence parallelism, forward and backward together: two of
+each for attention and two of each for the feed-forward (arXiv:2205.05198, section 4.2.2)."""
+
+
+def matrix_flops(run: TrainingSetup) -> float:
+    """Return the FLOPs of a rank's matrix products in forward: 2 per parameter and token (arXiv:2001.08361, 2.1).
+
+    They include all layers and the output product, which a tied model computes too. Of the experts, only those that
+    process a token count. The figure is that of one micro batch, averaged over the stages of a pipeline.
+    """
+    shape = run.model
+    products = shape.layers * shape.active_parameters + shape.vocabulary * shape.width
+    return 2.0 * products * run.rank_tokens / _cut(run)
+
+
+def attention_flops(run: TrainingSetup) -> float:
+    """Return the FLOPs of a rank's attention in forward: 4 head_dim per pair and head (FlashAttention-2, 4.1)."""
+    shape = run.model
+    pairs = run.attention.pairs(run.tokens) * run.batch / run.ranks
+    return FORWARD_FLOPS_PER_DIM * shape.query_width * pairs * shape.layers / _cut(run)
+
+
+def _cut(run: TrainingSetup) -> int:
+    return run.tensor_ranks * run.pipeline_ranks
+
+
+class Flops(NamedTuple):
+    """FLOPs of one micro batch on one rank, including recomputation: matrix products, and attention by pass."""
+
+    products: float
+    attention_forward: float
+    attention_backward: float
+
+    @property
+    def total(self) -> float:
+        """Return the sum."""
+        return sum(self)
+
+
+def flops_of(run: TrainingSetup) -> Flops:
+    """Return the FLOPs of one micro batch.
+
+    Backward takes twice the FLOPs of forward for matrix products, and 2.5 times for attention. With recompute full or
+    offloaded, backward runs the forward of the layers again (Korthikanti et al. 2022, section 5); with selective, it
+    does so without attention. A tiled feed-forward and the logits of a loss in chunks are always recomputed.
+    """
+    shape = run.model
+    products, attention = matrix_flops(run), attention_flops(run)
+    output = 2.0 * shape.vocabulary * shape.width * run.rank_tokens / _cut(run)
+    kept = sum(matrix.parameters for matrix in shape.attention_matrices)
+    feeds = 2.0 * shape.layers * (shape.active_parameters - kept) * run.rank_tokens / _cut(run)
+    again = (feeds if run.is_tiled else 0.0) if run.recompute == "none" else products - output
+    if run.chunked_loss_tokens:
+        again += output
+    forward = attention if run.recompute in ("none", "selective") else 2 * attention
+    return Flops(3 * products + again, forward, BACKWARD_OVER_FORWARD * attention)
+
+
+def compute_flops(run: TrainingSetup) -> float:
+    """Return the FLOPs of one rank's step."""
+    return flops_of(run).total * run.micro_batches
+
+
+def model_flops(run: TrainingSetup, half: bool = True) -> float:
+    """Return the FLOPs of one rank's step without recomputation: three times those of the model's forward pass.
+
+    If `half`, attention counts the pairs that the mask allows. Otherwise it counts all pairs, as in PaLM's formula
+    12 layers width length (arXiv:2204.02311, appendix B).
+    """
+    attention = attention_flops(run)
+    if not half:
+        attention *= run.tokens**2 / run.attention.pairs(run.tokens)
+    return 3 * (matrix_flops(run) + attention) * run.micro_batches
+
+
+def state_bytes_moved(run: TrainingSetup) -> float:
+    """Return the bytes that a rank sends for data parallelism and ZeRO (arXiv:1910.02054, section 7).
+
+    Stages 0 to 2 all-reduce the gradients, or scatter the gradients and gather the weights, which moves each parameter
+    twice. Stage 3 gathers the weights twice and scatters the gradients.
+    """
+    if run.degree == 1:
+        return 0.0
+    numbers, share = run.numbers, (run.degree - 1) / run.degree
+    weights, gradients = (run.share.parameters * item * share for item in (numbers.weight, numbers.gradient))
+    return 2 * weights + gradients if run.zero_stage == 3 else weights + gradients
+
+
+def step_seconds(run: TrainingSetup, machine: Hardware) -> float:
+    """Return the seconds of a step without overlap.
+
+    They are those of the arithmetic at peak, the transfers of ZeRO, and the transfers from and to host memory.
+    """
+    arithmetic = compute_flops(run) / machine.flops
+    return arithmetic + state_bytes_moved(run) / machine.link_bytes_s + 2 * host_bytes(run) / machine.host_bytes_s
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step by cause. `ring`, `state` and `host` count only the transfers that arithmetic does not hide.
+
+    `mfu` is the share of the peak that the model's FLOPs reach, without recomputation and with the pairs that the mask
+    allows. `mfu_full` is the same with all pairs.
+    """
+
+    products: float
+    attention: float
+    tensor: float
+    ring: float
+    state: float
+    host: float
+    bubble: float
+    tokens_s: float
+    mfu: float
+    mfu_full: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the step."""
+        return sum(self[:7])
+
+
+def ring_bytes(run: TrainingSetup) -> float:
+    """Return the bytes that a rank sends for attention per micro batch: K and V in forward; K, V and dK/dV in backward.
+
+    This is an upper bound for all schedules. If attention is recomputed, its forward counts twice.
+    """
+    rows = run.rank_tokens * 2 * run.model.kv_width / run.tensor_ranks
+    forward, sums = rows * run.numbers.activation, rows * run.numbers.wide
+    passes = 1 if run.recompute in ("none", "selective") else 2
+    layers = run.model.layers / run.pipeline_ranks
+    return (run.ranks - 1) * layers * ((passes + 1) * forward + sums)
+
+
+def tensor_bytes(run: TrainingSetup) -> float:
+    """Return the bytes that a rank sends for tensor parallelism per micro batch, including recomputed layers."""
+    share = (run.tensor_ranks - 1) / run.tensor_ranks
+    passes = TENSOR_COLLECTIVES * (1 if run.recompute == "none" else 1.5)
+    layers = run.model.layers / run.pipeline_ranks
+    return passes * layers * run.rank_tokens * run.model.width * run.numbers.activation * share
+
+
+def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
+    """Estimate a step at the rates that kernels and links reach.
+
+    Attention hides the transfers of K and V. The arithmetic of the micro batches hides the transfers of the state and
+    of host memory. Nothing hides the collectives of tensor parallelism. Neighboring ranks form a tensor parallel group,
+    and these groups form rings. A ring or group that does not fit into one machine uses the network.
+    """
+    rates, work = machine.reached, flops_of(run)
+
+    def link(ranks: int) -> float:
+        return rates.link_bytes_s if ranks <= rates.machine else rates.network_bytes_s
+
+    products = work.products / rates.products
+    attention = work.attention_forward / rates.attention_forward + work.attention_backward / rates.attention_backward
+    tensor = tensor_bytes(run) / link(run.tensor_ranks)
+    ring = max(0.0, ring_bytes(run) / link(run.tensor_ranks * run.ranks) - attention)
+    micro_batch = products + attention + tensor + ring
+    count = run.micro_batches
+    idle = count * micro_batch * bubble(run.pipeline_ranks, run.pipeline_chunks, count)
+    hidden = count * (products + attention)
+    state = max(0.0, state_bytes_moved(run) / link(run.tensor_ranks * run.degree) - hidden)
+    host = max(0.0, 2 * host_bytes(run) / machine.host_bytes_s - hidden)
+    seconds = count * micro_batch + state + host + idle
+    peak = seconds * machine.flops
+    return StepTime(
+        count * products, count * attention, count * tensor, count * ring, state, host, idle,
+        run.tokens * run.batch * count / seconds, model_flops(run) / peak, model_flops(run, half=False) / peak,
+    )  # fmt: skip
