@@ -216,8 +216,6 @@ def test_one_rank_has_no_slots_and_wide_segments_use_the_ring() -> None:
 
 # --- wrong names and sizes -------------------------------------------------------------------------------------------
 
-LONG = TrainingSetup(model_shape("1.3B"), 8 * 65536, 8)
-
 
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -380,7 +378,11 @@ def test_longest_tokens_is_the_largest_length_that_fits(run: TrainingSetup, gib:
 
 @pytest.mark.parametrize(
     ("name", "zero", "tokens"),
-    [pytest.param("1.3B", 0, 10**7, marks=pytest.mark.slow), ("7B", 3, 10**6), ("125M", 0, 1000)],
+    [
+        pytest.param("1.3B", 0, 10**7, marks=pytest.mark.slow),
+        pytest.param("7B", 3, 10**6, marks=pytest.mark.slow),
+        ("125M", 0, 1000),
+    ],
 )
 def test_smallest_ring_is_the_fewest_ranks_that_fit(name: str, zero: int, tokens: int) -> None:
     run = TrainingSetup(model_shape(name), tokens, zero_stage=zero, recompute="full", chunked_loss_tokens=1024)
@@ -449,7 +451,10 @@ def test_recommended_settings_fit_a_small_model(machine: Hardware) -> None:
 PLANS = Path(__file__).with_name("plans.json")
 """Recorded plans by their options. `python -m tests.launch.test_capacity` rewrites the file."""
 
-LONG = ("preset=llama3-8b ranks=8 tokens=1000000", "preset=70B")
+LONG = (
+    "preset=llama3-8b ranks=8 tokens=1000000", "preset=70B", "preset=mixtral-8x7b", "preset=350M ranks=3",
+    "preset=7B hardware=a100-80",
+)  # fmt: skip
 """Options whose plans take seconds. The other plans have the same parts."""
 
 
@@ -640,7 +645,7 @@ def test_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     ["preset=1.3B hardware=a100-80 ranks=8 tokens=1000000", "preset=7B ranks=2", "preset=125M ranks=1 tokens=1024",
-     "preset=70B ranks=4 hardware=gtx1080 precision=fp32 tokens=100000"],
+     pytest.param("preset=70B ranks=4 hardware=gtx1080 precision=fp32 tokens=100000", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_every_value_of_the_picture_is_readable(options: str, tmp_path: Path) -> None:
     """The values of a bar add up to its total. Each is inside its segment or above the bar, and no two overlap."""
