@@ -41,10 +41,11 @@ class _Untraced:
 def disable_methods() -> None:
     """Disable the methods if torch's compiler is imported. Else nothing is being compiled.
 
-    Without this call before compiled code runs, the compiler leaves out the whole function that calls a method first.
+    A compiler without `disable` is being imported by another thread. Without a call of this function before compiled
+    code runs, the compiler leaves out the whole function that calls a method first.
     """
     compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None:
+    if compiler is not None and hasattr(compiler, "disable"):
         for method in _methods:
             method.disabled = method.disabled or compiler.disable(method.function, reason=_REASON)
 

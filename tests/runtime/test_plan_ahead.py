@@ -5,9 +5,12 @@ Failures in the thread are raised by `result()`, or on all ranks by the call tha
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from ringattn.ring import Ring
 from ringattn.runtime.executor import Executor
 from ringattn.sequence import Sequence
 from ringattn.testing import run_ranks
+from ringattn.transport import untraced
 from tests.strategies import simple
 
 TOKENS, RANKS, STEPS = 60, 3, 3
@@ -218,3 +222,20 @@ def test_a_look_up_does_not_wait_until_another_entry_is_weighed() -> None:
     for key in range(3):
         cache.get(key, lambda: 10)
     assert looked_up == [True, True] and cache.nbytes == 20
+
+
+def test_a_sequence_is_made_while_another_thread_imports_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is being imported has few attributes. Once it has all, methods are disabled."""
+    partial, complete = ModuleType("torch._dynamo"), import_module("torch._dynamo")
+    monkeypatch.setattr(untraced, "_methods", [])
+
+    class Answer:
+        @untraced.untraced
+        def number(self) -> int:
+            return 42
+
+    (method,) = untraced._methods
+    monkeypatch.setitem(sys.modules, "torch._dynamo", partial)
+    assert Answer().number() == 42 and method.disabled is None
+    monkeypatch.setitem(sys.modules, "torch._dynamo", complete)
+    assert Answer().number() == 42 and method.disabled is not None
