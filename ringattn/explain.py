@@ -42,6 +42,10 @@ from ringattn.transport.nodes import NodesTransport
 
 SHOWN_IN_FULL, SHOWN_OF_MANY = 16, 4
 """Up to this many ranks the text shows each of them; beyond that, the first few."""
+MOST_COUNTED = 1 << 23
+"""Most tokens times ranks for which text and JSON have the memory of the call. The workspace of an engine is known once
+the tiles are prepared. For windows over striped shards, this takes 52 seconds at 8 times this number."""
+NOT_COUNTED = f"memory: not computed for more than {MOST_COUNTED:,} tokens times ranks; `Ring.memory_plan` computes it"
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,11 @@ class Explanation:
         return memory_plan(self.plans, [[self.workspace_bytes(plan) for plan in of_pass] for of_pass in self.plans])
 
     @property
+    def shows_memory(self) -> bool:
+        """Whether text and JSON have the memory of the call, which is slow to compute for more tokens times ranks."""
+        return self.problem.q_layout.length * self.problem.world_size <= MOST_COUNTED
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that the call has allocated on a rank at any time."""
         return max(self.memory.peak_bytes)
@@ -139,12 +148,16 @@ class Explanation:
             head = "backward: blocks whose gradients a rank computes, +gradients that it adds | blocks that it sends"
             lines += ["", *_steps(head, self.backward, shown)]
         lines += ["", *_table(self, shown)]
+        most = (
+            f"{_si(self.peak_bytes)}B of memory"
+            if self.shows_memory
+            else f"{_si(max(_buffer_bytes(self)))}B of buffers"
+        )
         lines.append(
-            f"balance {self.balance:.3f} (largest over mean pairs of a rank), at most {_si(self.peak_bytes)}B of "
-            "memory on a rank"
+            f"balance {self.balance:.3f} (largest over mean pairs of a rank), at most {most} on a rank"
             + ("" if predicted_us is None else f", predicted {duration(predicted_us / 1e6)} on {self.cluster.name}")
         )
-        lines += self.memory.lines()
+        lines += self.memory.lines() if self.shows_memory else [NOT_COUNTED]
         lines += _links(self)
         if self.automatic:
             lines.append(f"auto chose {self.schedule}: {self.automatic}")
@@ -177,7 +190,8 @@ class Explanation:
         """Return the figures of the explanation as plain data, for JSON.
 
         Returns:
-            The schedule, the sizes of the call, and per rank bytes, messages, pairs, buffers and peak memory.
+            The schedule, the sizes of the call, and per rank bytes, messages, pairs, buffers and, if `shows_memory`,
+            peak memory.
 
         Raises:
             Nothing.
@@ -194,8 +208,9 @@ class Explanation:
             "by_rank": {
                 "tokens": list(p.q_layout.counts), "pairs": list(self.pairs), "messages": list(self.messages),
                 "bytes_sent": list(self.bytes_sent), "buffer_bytes": list(_buffer_bytes(self)),
+            } | ({
                 "peak_bytes": list(self.memory.peak_bytes), "saved_bytes": list(self.memory.saved_bytes),
-            },
+            } if self.shows_memory else {}),
         }  # fmt: skip
 
 
@@ -471,8 +486,9 @@ def _table(e: Explanation, shown: int) -> list[str]:
     columns = {
         "tokens": (e.problem.q_layout.counts, _plain), "pairs": (e.pairs, _si), "messages": (e.messages, _plain),
         "sends": (e.bytes_sent, _bytes), "buffers": (_buffer_bytes(e), _bytes),
-        "memory": (e.memory.peak_bytes, _bytes),
     }  # fmt: skip
+    if e.shows_memory:
+        columns["memory"] = e.memory.peak_bytes, _bytes
     return _by_rank(columns, shown)
 
 

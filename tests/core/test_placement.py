@@ -230,7 +230,7 @@ def test_a_part_has_the_pairs_and_rows_of_the_whole(bounds: tuple[int, ...], siz
 
 
 def sent_to(bounds: tuple[int, ...], shard: tuple[Piece, ...], readers: list[tuple[Piece, ...]]) -> int:
-    """Count the tokens of a shard that each of `readers` reads, except for tokens of its own."""
+    """Count the tokens of a shard that each of `readers` reads, without the tokens that the reader has."""
     starts = [start for start, stop in pairwise(bounds) for _ in range(stop - start)]
     count = 0
     for reader in readers:
