@@ -638,7 +638,7 @@ def test_the_figures_of_a_batch() -> None:
     pairs = sum(query + 1 for start, stop in pairwise(cuts) for query in range(stop - start))
     flops = pairs / 4 * 2 * 128 * 4
     assert figures.bound_ms == pytest.approx(1e3 * flops * (1 / 648e12 + 2.5 / 561e12))
-    sent = sum(documents_load(cuts, placed_at_once(causal_documents(cuts), cuts[-1], 4)).sent)
+    sent = sum(documents_load(cuts, placed_at_once(causal_documents(cuts), cuts[-1], 4, 2)).sent)
     assert figures.rows == pytest.approx(sent / cuts[-1]) and figures.ours.received == sent * 2 * 128 * 2
     assert 0 < figures.ours.across < figures.ours.received
     assert figures.ours.total_ms > figures.one_gpu_ms > figures.bound_ms
