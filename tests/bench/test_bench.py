@@ -630,6 +630,7 @@ def test_a_batch_has_equal_sequences_of_drawn_documents(drawn: lengths.Distribut
     assert cuts != lengths.draw_batch(drawn, 4 * drawn.group, 8)
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_batch() -> None:
     """The bound counts every pair once, and rows are those that the placement sends."""
     small = replace(lengths.DISTRIBUTIONS[3], tokens=256, heads=2, kv_heads=1)

@@ -12,7 +12,7 @@ import pytest
 from ringattn import attention
 from ringattn.engine import rectangles
 from ringattn.planner.plan import Plan
-from ringattn.runtime import runtime
+from ringattn.runtime import call
 from ringattn.runtime.consistency import ComparedCall
 from ringattn.runtime.executor import Executor
 from ringattn.runtime.runtime import Runtime
@@ -96,12 +96,12 @@ def test_outputs_without_a_graph_if_no_local_input_needs_a_gradient(
 
 
 def test_facts_with_only_the_name_of_a_route(monkeypatch: pytest.MonkeyPatch, finds: Finds) -> None:
-    facts_of = runtime._facts
+    facts_of = call._facts
 
     def forgetful(part: Any, name: str) -> tuple[str, ...]:
         return (part.name,) if isinstance(part, Route) else facts_of(part, name)
 
-    monkeypatch.setattr(runtime, "_facts", forgetful)
+    monkeypatch.setattr(call, "_facts", forgetful)
     finds("is answered|raised", "disagree", 20, lambda case: local(case) and "schedule" in case["odd"]["change"])
 
 

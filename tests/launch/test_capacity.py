@@ -453,6 +453,7 @@ PLANS = Path(__file__).with_name("plans.json")
 
 LONG = (
     "preset=llama3-8b ranks=8 tokens=1000000", "preset=70B", "preset=mixtral-8x7b", "preset=350M ranks=3",
+    "preset=405B",
     "preset=7B hardware=a100-80",
 )  # fmt: skip
 """Options whose plans take seconds. The other plans have the same parts."""

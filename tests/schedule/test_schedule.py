@@ -41,7 +41,7 @@ GOLDEN = Path(__file__).parent / "golden"
 Traffic = dict[tuple[int, int, int, int], Spots]
 """The rows that are sent, by (step, owner, src, dst)."""
 
-each_schedule = pytest.mark.parametrize("route", schedule_params(**ROUTES))
+each_schedule = pytest.mark.parametrize("route", schedule_params(quick=(), **ROUTES))
 WHOLE = [RING, ALL_GATHER, DIRECT]
 each_route = pytest.mark.parametrize("route", WHOLE, ids=[route.name for route in WHOLE])
 """The routes with one block per owner; test_rings.py and test_moved_queries.py test the others."""
