@@ -54,7 +54,6 @@ class Explanation:
 
     Attributes:
         pairs: (query, key) pairs times heads that a rank computes in forward, for local and received queries.
-        memory: All memory of the call on every rank; see `MemoryPlan`. Computed at its first use.
         schedule: The name of the schedule with its number, if it has one, as a call would name it.
         engine: The name of the engine.
         engine_why: A sentence that begins with the name of the engine and gives the reason for the choice.
@@ -99,7 +98,7 @@ class Explanation:
 
     @cached_property
     def memory(self) -> MemoryPlan:
-        """All memory that the call allocates, on every rank."""
+        """All memory that the call allocates, on every rank; see `MemoryPlan`. Computed at its first use."""
         return memory_plan(self.plans, [[self.workspace_bytes(plan) for plan in of_pass] for of_pass in self.plans])
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -99,6 +100,43 @@ VARIABLE = re.compile(
     r"""["']((?:RINGATTN|NCCL|GLOO|CUDA|MASTER|LOCAL|GROUP|OMP|SLURM|HYDRA|TORCHELASTIC|PYTHON)_?[A-Z_]*[A-Z]|RANK|WORLD_SIZE)["']"""
 )
 NO_VARIABLE = {"CUDA", "NCCL", "GROUP", "GROUPS"}
+
+
+def described_twice(source: str) -> list[str]:
+    """Return the names that a class lists under "Attributes" and defines with a docstring of their own.
+
+    The site would describe each of them twice, and Sphinx refuses that.
+    """
+    found = []
+    for body in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+        listed = re.findall(
+            r"^    (\w+): ", (ast.get_docstring(body) or "").partition("Attributes:\n")[2], re.MULTILINE
+        )
+        methods = {node.name for node in body.body if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
+        found += [f"{body.name}.{name}" for name in listed if name in methods]
+    return found
+
+
+def test_no_attribute_is_described_twice() -> None:
+    repeated = """
+class Plan:
+    \"\"\"A plan.
+
+    Attributes:
+        steps: The steps.
+        memory: All memory.
+    \"\"\"
+
+    steps: int
+
+    @property
+    def memory(self):
+        \"\"\"All memory.\"\"\"
+"""
+    assert described_twice(repeated) == ["Plan.memory"]
+    files = (file for folder in ("ringattn", "kernels", "launch") for file in (ROOT / folder).rglob("*.py"))
+    sources = [source for file in files if "Attributes:" in (source := file.read_text(encoding="utf-8"))]
+    assert [name for source in sources for name in described_twice(source)] == []
 
 
 def test_environment_variables_are_those_that_the_code_names() -> None:
