@@ -24,7 +24,7 @@ import numpy as np
 
 from ringattn.core.geometry import Band, StridedRange, count_pairs
 from ringattn.core.problem import Problem
-from ringattn.core.tiling import TileTable
+from ringattn.core.tiling import ROWS_OF_K, ROWS_OF_Q, Ints, TileTable
 from ringattn.errors import InputError
 from ringattn.planner.plan import LOCAL, Add, AttendReceivedOp, Pack, Plan, PlanStep, buffer_bytes, record_bytes
 from ringattn.schedule.content import size
@@ -45,12 +45,14 @@ COPIED, SUMMED = 2, 3
 
 class Work(NamedTuple):
     """The work of engine calls. `pairs`: computed (q, k) pairs times query heads and batches. `moved_bytes`: memory
-    traffic of the accumulators."""
+    traffic of the accumulators if every tile reads and writes its rows; `row_bytes`: the accumulators' rows, each
+    once."""
 
     pairs: float = 0.0
     tiles: int = 0
     calls: int = 0
     moved_bytes: float = 0.0
+    row_bytes: float = 0.0
 
 
 def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: int) -> Work:
@@ -58,17 +60,39 @@ def call_work(problem: Problem, tiles: TileTable, backward: bool, block_keys: in
 
     The call accumulates into the rows of queries, and in backward also into the rows of keys.
     """
-    rows = int(tiles.q_count @ tiles.heads)
-    keys = int(tiles.k_count @ np.maximum(1, tiles.heads // problem.group))
-    pairs = 0.0
+    kv_heads = tiles.head // problem.group, np.maximum(1, tiles.heads // problem.group)
+    sides = [(Kind.DQ, tiles.array[:, ROWS_OF_Q], tiles.head, tiles.heads)]
+    if backward:
+        sides.append((Kind.DKV, tiles.array[:, ROWS_OF_K], *kv_heads))
+    pairs = summed = once = 0.0
     # Tiles of equal shape are computed once: there are thousands of tiles but few shapes.
     for (q_n, q_step, k_n, k_step, lo, hi, head_count), alike in Counter(_shapes(tiles)).items():
         q, k = StridedRange(0, q_n, q_step), StridedRange(0, k_n, k_step)
         pairs += alike * head_count * computed_pairs(q, k, Band(lo, hi), block_keys)
-    summed = rows * record_bytes(problem, problem.accumulator_dtype, Kind.DQ)
-    if backward:
-        summed += keys * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
-    return Work(pairs * problem.batch, len(tiles), 1, SUMMED * summed)
+    for kind, rows, head, heads in sides:
+        nbytes = record_bytes(problem, problem.accumulator_dtype, kind)
+        summed += nbytes * int(rows[:, 0] @ heads)
+        once += nbytes * different_rows(rows, head, heads)
+    return Work(pairs * problem.batch, len(tiles), 1, SUMMED * summed, once)
+
+
+def different_rows(rows: Ints, head: Ints, heads: Ints) -> int:
+    """Return the number of different rows times heads in tiles, given the count, first row and stride of each tile.
+
+    Rows count separately if their tiles have other heads or another stride.
+    """
+    if not len(rows):
+        return 0
+    count, first, stride = rows.T
+    stride = np.where(count > 1, stride, 1)
+    # Rows with equal heads, stride and remainder are intervals once divided by the stride. Each such group of tiles has
+    # its own range of numbers, so one scan in ascending order finds the union of every group.
+    _, group = np.unique(np.stack((head, heads, stride, first % stride)), axis=1, return_inverse=True)
+    start = first // stride + group.ravel() * (int(first.max() + count.max()) + 1)
+    order = np.argsort(start)
+    start, end = start[order], (start + count)[order]
+    before = np.maximum.accumulate(np.r_[0, end[:-1]])
+    return int(np.maximum(0, end - np.maximum(start, before)) @ heads[order])
 
 
 def _shapes(tiles: TileTable) -> Iterator[tuple[int, ...]]:
@@ -109,8 +133,10 @@ def pair_s(problem: Problem, cluster: Cluster, backward: bool, received: bool = 
 def work_s(problem: Problem, work: Work, cluster: Cluster, backward: bool, received: bool = False) -> float:
     """Return the seconds of the engine calls in `work`. `received`: whether they work on received queries."""
     calls = work.calls * cluster.call_s + work.tiles * cluster.tile_s
-    # `Work` counts the passes over the accumulators that torch's kernels make; other kernels accumulate internally.
-    moved = work.moved_bytes * cluster.state_passes / SUMMED
+    # Torch's kernels make a pass over the accumulators for each tile; other kernels accumulate all tiles of a row
+    # internally.
+    once = cluster.state_passes < SUMMED
+    moved = cluster.state_passes * (work.row_bytes if once else work.moved_bytes / SUMMED)
     return work.pairs * pair_s(problem, cluster, backward, received) + calls + moved_s(moved, cluster)
 
 
@@ -197,7 +223,8 @@ class Cluster:
     `peer_bandwidth`, `node_peer_bandwidth`: bytes/s of messages from one rank to a single other rank, inside a machine
     (not over PCIe) and between machines; None: `bandwidth`, `node_bandwidth`. `sync_s`: seconds of a step with messages
     in addition to the messages and the work: launches, events, waits. `message_sms`: SMs that messages occupy during
-    transfer. `state_passes`: number of passes over an accumulator in memory per engine call. `received_dims`: in
+    transfer. `state_passes`: number of passes over an accumulator in memory, per engine call if it is less than 3, the
+    number of torch's kernels, which make them for each tile. `received_dims`: in
     backward, a pair with a received query costs this number of additional dimensions, because torch's kernels take its
     delta as a column.
 

@@ -9,8 +9,9 @@ Glossary of buffers. A buffer lives from the first to the last step that its row
     fused       several of these as slices of one buffer, so that      first slice filled .. last slice read
                 one engine call reads them all
     LOCAL       no buffer: the caller's q, k, v and gradients
-A fused buffer has a single head; every row of every head in it is a separate buffer row. Example: block A with rows
-2..4 of head 0 and rows 0..1 of head 1, and block B with rows 7..8 of head 0:
+If all blocks of a fused buffer have the same heads, the buffer has them too. Otherwise it has a single head, and every
+row of every head is a separate buffer row. Example: block A with rows 2..4 of head 0 and rows 0..1 of head 1, and block
+B with rows 7..8 of head 0:
     buffer row    0 1 2 | 3 4 | 5 6
     holds         A0    | A1  | B0       starts: A 0, B 5
 The last part of the module marks which work of a backward pass overwrites rows of dK/dV instead of adding to them.
@@ -32,6 +33,7 @@ from ringattn.core.tiling import ROWS_OF_K, ROWS_OF_Q, Ints, TileTable
 from ringattn.errors import PlanError
 from ringattn.planner.plan import (
     LOCAL,
+    ONE,
     Add,
     AttendOp,
     AttendReceivedOp,
@@ -65,21 +67,20 @@ from ringattn.schedule.passes import inputs_of, is_on_received, result_of
 # --- buffers of fused steps -------------------------------------------------------------------------------------------
 
 
-# The heads of a fused buffer. Each of its rows already belongs to one head, so the buffer has a single head.
-ONE = StridedRange(0, 1)
-
-
 class FusedBuffer:
-    """A buffer for several blocks of one kind whose contents have a part for every head."""
+    """A buffer for several blocks of one kind.
 
-    def __init__(self, label: str, kind: Kind, contents: Mapping[Block, Content]) -> None:
+    `heads`: those of every part of the contents, or `ONE` if each part has a single head, whichever it is.
+    """
+
+    def __init__(self, label: str, kind: Kind, contents: Mapping[Block, Content], heads: StridedRange = ONE) -> None:
         """Place the blocks in the order of `contents`."""
-        self.label, self.kind, self.contents = label, kind, contents
-        # Every part has one head, so a content's size is its number of buffer rows.
-        rows = list(accumulate(map(size, contents.values()), initial=0))
+        self.label, self.kind, self.contents, self.heads = label, kind, contents, heads
+        counts = (sum(part.row_count for part in content) for content in contents.values())
+        rows = list(accumulate(counts, initial=0))
         # `rows` has one entry more than there are blocks: the last is the size of the buffer.
         self.starts = dict(zip(contents, rows, strict=False))
-        self.content: Content = (HeadRows(ONE, (StridedRange(0, rows[-1]),)),)
+        self.content: Content = (HeadRows(heads, (StridedRange(0, rows[-1]),)),)
 
     def parts(self, block: Block) -> Iterator[tuple[HeadRows, int]]:
         """Yield each part of a block with its first row in the buffer."""
@@ -108,12 +109,21 @@ def has_single_heads(content: Content) -> bool:
     return all(part.heads.count == 1 for part in content)
 
 
+def heads_of_fused(contents: Collection[Content]) -> StridedRange | None:
+    """Return the heads of a buffer for all of these contents, or None if no buffer can hold them."""
+    if all(map(has_single_heads, contents)):
+        return ONE
+    heads = {tuple(part.heads for part in content) for content in contents}
+    parts = heads.pop()
+    # A single block without single heads is already read by one engine call.
+    return parts[0] if not heads and len(parts) == 1 and len(contents) > 1 else None
+
+
 def fused_arrivals(schedule: Schedule, rank: int, sums: Mapping[Block, Content]) -> Iterator[FusedBuffer]:
     """Yield fused buffers for K/V that arrive at `rank` in the same step and are read in the same step.
 
-    In a backward pass, each fused buffer of K/V is followed by the fused buffer of its dK/dV sums. Blocks are fused
-    only if every part has one head. In a backward pass their rows must also equal their rows in `sums`, the rows that
-    are returned to the owners.
+    In a backward pass, each fused buffer of K/V is followed by the fused buffer of its dK/dV sums, and the rows of each
+    block must equal its rows in `sums`, the rows that are returned to the owners.
     """
     steps = schedule.restricted_to(rank).steps
     work = [(now, item) for now, step in enumerate(steps) for item in step.work if not isinstance(item, Merge)]
@@ -144,10 +154,14 @@ def fused_arrivals(schedule: Schedule, rank: int, sums: Mapping[Block, Content])
         # Backward reads K/V and adds dK/dV at the same row numbers, so both contents must be equal, block by block.
         grads = {item.dkv: sums.get(item.dkv) for item in items if isinstance(item, AttendGrad)}
         rows_alike = not grads or list(grads.values()) == list(contents.values())
-        if all(map(has_single_heads, contents.values())) and rows_alike:
-            yield FusedBuffer(f"KV of step {arrival}", Kind.KV, contents)
+        heads = heads_of_fused(contents.values())
+        # Eight-bit blocks with many heads are restored and read one after another, which needs less memory.
+        one_by_one = heads != ONE and schedule.problem.kv_dtype in EIGHT_BIT
+        if heads is not None and rows_alike and not one_by_one:
+            yield FusedBuffer(f"KV of step {arrival}", Kind.KV, contents, heads)
             if grads:
-                yield FusedBuffer(f"DKV of step {arrival}", Kind.DKV, dict(zip(grads, contents.values(), strict=True)))
+                summed = dict(zip(grads, contents.values(), strict=True))
+                yield FusedBuffer(f"DKV of step {arrival}", Kind.DKV, summed, heads)
 
 
 # --- tiles on packed rows --------------------------------------------------------------------------------------------
@@ -513,8 +527,8 @@ class _Projection:
             dkv = self.fused_index[sums]
             # The sums are slices of one buffer, which is zeroed once as a whole.
             draft.zeros.append(self._zeroed(dkv))
-        # Owner None: the tiles name rows of several owners, each row of a single head.
-        draft.work.append(AttendOp(None, ONE, buffer.tiles(items), self.fused_index[buffer], dkv=dkv))
+        # Owner None: the tiles name rows of several owners.
+        draft.work.append(AttendOp(None, buffer.heads, buffer.tiles(items), self.fused_index[buffer], dkv=dkv))
 
     def _attend(self, item: Attend | AttendGrad, draft: _Draft) -> None:
         """Add attention updates with local K/V, or with one received block."""
@@ -541,8 +555,8 @@ class _Projection:
         dtype = self._held_dtype(block.kind)
         if buffer not in self.fused_index:
             self.fused_index[buffer] = self._new(buffer.label, buffer.content, dtype, now, block.kind)
-        # The new buffer begins at the block's first row in the fused buffer; `lay_out` derives its offset.
-        inside = Inside(self._use(self.fused_index[buffer], now), buffer.starts[block])
+        # The new buffer begins at the block's first record in the fused buffer; `lay_out` derives its offset.
+        inside = Inside(self._use(self.fused_index[buffer], now), buffer.starts[block] * buffer.heads.count)
         label = f"{block} in {buffer.label}"
         self.parts[inside.buffer].append(self._new(label, content, dtype, now, block.kind, inside))
         return self.parts[inside.buffer][-1]

@@ -21,6 +21,9 @@ from ringattn.schedule.ops import Kind
 LOCAL = -1
 """Used as a buffer index: the rank's local tensor of the kind in question, by default K/V or dK/dV."""
 
+ONE = StridedRange(0, 1)
+"""The heads of a buffer with a single head, each of whose rows belongs to some K/V head."""
+
 ALIGNMENT_BYTES = 256
 
 
@@ -80,7 +83,8 @@ class Recv(NamedTuple):
 class AttendOp(NamedTuple):
     """Work on tiles that read K/V heads `heads`: one head part of an owner, or all heads of the local tensors.
 
-    `owner` is None if the tiles read rows of several owners and heads in a fused buffer, whose rows have one head each.
+    `owner` is None if the tiles read rows of several owners in a fused buffer. If `heads` is `ONE` there, each row
+    belongs to one head.
 
     Key row r of a tile is row kv_row + r * kv_step of `kv` (a buffer or LOCAL). In backward, the gradients of key row r
     are added to row dkv_row + r * dkv_step of `dkv`. `overwrite`: no earlier work has set these rows of any tile, so

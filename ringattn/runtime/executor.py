@@ -46,6 +46,7 @@ from ringattn.observe.spans import (
 )
 from ringattn.planner.plan import (
     LOCAL,
+    ONE,
     Add,
     AttendOp,
     AttendReceivedOp,
@@ -280,10 +281,10 @@ class Executor:
     def _read(self, place: BufferRef, item: AttendOp, row: int, step: int) -> KV:
         """Return K and V of an attention update, or dK and dV: every `step`-th row of `place`, from `row` on.
 
-        The rows of a fused buffer hold all heads.
+        The rows of a fused buffer with a single head belong to any head.
         """
         kv = from_row(place.part(item.heads), row, step)
-        if item.owner is not None:
+        if item.owner is not None or item.heads != ONE:
             return kv
         heads = self.plan.problem.kv_heads
         # One stored head is read as all K/V heads: an expanded view with stride 0, not a copy.

@@ -8,13 +8,32 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringattn.cli import main
+from ringattn.core.geometry import UNBOUNDED, Band, StridedRange, Tile, TokenRange
+from ringattn.core.tiling import TileTable
 from ringattn.errors import InputError
 from ringattn.launch.capacity.hardware import PRESETS
 from ringattn.launch.measure.environment import hardware
-from ringattn.planner.cluster import CLUSTERS, REFERENCE, UNITS, Cluster, LinkClass, Links, cluster_named, numbered
+from ringattn.planner.cluster import (
+    CLUSTERS,
+    REFERENCE,
+    UNITS,
+    Cluster,
+    LinkClass,
+    Links,
+    call_work,
+    cluster_named,
+    different_rows,
+    numbered,
+    pair_s,
+    work_s,
+)
+from tests.strategies import simple
 
 GOOD: dict[str, Any] = {"name": "mine", "flops": 1e12, "bandwidth": 10**9, "latency_s": 0, "cores": None}
 
@@ -177,6 +196,37 @@ def test_explain_predicts_for_a_preset_or_a_file(tmp_path: Path, capsys: pytest.
 
 
 # --- reserved multiprocessors ----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.integers(0, 12), st.integers(1, 3), st.integers(0, 2), st.integers(1, 2)),
+        max_size=8,
+    )
+)
+def test_different_rows_count_once_for_each_heads_and_stride(
+    tiles: list[tuple[int, int, int, int, int]],
+) -> None:
+    columns = np.array(tiles, np.int64).reshape(-1, 5)
+    seen = {
+        (head, heads, stride if count > 1 else 1, first + number * stride, served)
+        for count, first, stride, head, heads in tiles for number in range(count) for served in range(heads)
+    }  # fmt: skip
+    assert different_rows(columns[:, :3], columns[:, 3], columns[:, 4]) == len(seen)
+
+
+def test_a_kernel_that_accumulates_inside_moves_a_row_once_per_call() -> None:
+    problem = simple("contiguous", 64, 1).problem
+    queries, band = TokenRange(StridedRange(0, 64), StridedRange(0, 64)), Band(-UNBOUNDED, UNBOUNDED)
+    keys = [TokenRange(rows, rows) for rows in (StridedRange(0, 32), StridedRange(32, 32))]
+    halves = TileTable.of([Tile(queries, half, band, StridedRange(0, 1)) for half in keys])
+    torch_kernels = Cluster("torch", 1e12, 1e9, 0, copy_bytes_s=1e9)
+    inside = replace(torch_kernels, state_passes=2)
+    work = call_work(problem, halves, False, 0)
+    rows = 64 * 64 * 4  # a row of dQ in float32
+    arithmetic_s = work.pairs * pair_s(problem, inside, False)
+    assert work_s(problem, work, inside, False) == pytest.approx(arithmetic_s + 2 * rows / 1e9)
+    assert work_s(problem, work, torch_kernels, False) == pytest.approx(arithmetic_s + 3 * 2 * rows / 1e9)
 
 
 def test_a_margin_takes_its_share_of_the_arithmetic_and_of_nothing_else() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ringattn.planner.choose import plan_of
 from ringattn.planner.place import project
-from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, AttendOp, Plan, Recv, Send
+from ringattn.planner.plan import ALIGNMENT_BYTES, LOCAL, ONE, AttendOp, Plan, Recv, Send
 from ringattn.schedule.ops import Kind
 from ringattn.schedule.routes import ROUTES, schedule_of
 from tests.planner.placement_verifier import verify_placement
@@ -151,7 +151,7 @@ def check_updates_read_the_right_rows(passes: Passes, case: Case) -> None:
                 for tile in update.tiles:
                     read = [rows[base + row * step] for row in tile.k.rows.members()]
                     assert [position for _, position in read] == list(tile.k.positions.members())
-                    if update.owner is None:
+                    if update.owner is None and update.heads == ONE:
                         assert {head for head, _ in read} == {tile.heads.start // case.problem.group}
 
 
@@ -170,9 +170,13 @@ def buffer_rows(case: Case, plan: Plan, buffer: int, update: AttendOp) -> list[t
     rows = []
     for part in sorted(inner, key=lambda part: part.inside.row if part.inside else 0):
         owner = re.match(r"D?KV(\d+)", part.label)
-        assert owner is not None and part.inside is not None and part.inside.row == len(rows)
+        assert owner is not None and part.inside is not None
+        assert part.inside.row == len(rows) * update.heads.count
         positions = case.problem.kv_layout.positions(int(owner[1]))
-        rows += [(head, int(positions[row])) for head, row in wire_order(part.content)]
+        if update.heads == ONE:
+            rows += [(head, int(positions[row])) for head, row in wire_order(part.content)]
+        else:
+            rows += [(0, int(positions[row])) for (_, runs) in part.content for run in runs for row in run.members()]
     return rows
 
 
@@ -214,6 +218,23 @@ def test_eight_bits_need_room_to_restore_the_blocks_of_a_step(ranks: int) -> Non
         assert shards(ranks, False, wire=wire) == 2 * slot + 1
         assert shards(ranks, True, wire=wire) == 2 * slot + 1 + 3 * 2
         assert shards(ranks, False, "all_gather", wire=wire) == ranks * slot + ranks - 1  # one step restores all
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_one_engine_call_reads_all_blocks_that_arrive_in_a_step(heads: int) -> None:
+    case = simple("zigzag", ROWS * 8, 8, heads=heads, causal=True)
+    for backward in (False, True):
+        for plan in plans_of(case, "all_gather")[backward]:
+            updates = [item for step in plan.steps for item in step.work if isinstance(item, AttendOp)]
+            assert [update.owner for update in updates if update.kv != LOCAL] == [None]
+            assert [update.owner for update in updates if update.kv == LOCAL] == [plan.rank]
+
+
+def test_eight_bit_blocks_of_several_heads_are_restored_one_after_another() -> None:
+    case = simple("contiguous", ROWS * 4, 4, heads=2)
+    plan = plans_of(case, "all_gather", "int8")[False][0]
+    owners = [item.owner for step in plan.steps for item in step.work if isinstance(item, AttendOp)]
+    assert sorted(owners, key=str) == [0, 1, 2, 3]
 
 
 def test_a_narrow_wire_needs_a_packed_copy_of_the_sum() -> None:

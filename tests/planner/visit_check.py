@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ringattn.planner.place import rows_of
-from ringattn.planner.plan import LOCAL, Add, AttendOp, AttendReceivedOp, OwnSums, Plan
+from ringattn.planner.plan import LOCAL, ONE, Add, AttendOp, AttendReceivedOp, OwnSums, Plan
 from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Kind
 
@@ -79,8 +79,8 @@ def _cells_of(plan: Plan, item: AttendOp) -> Cells:
     updated = set()
     for tile in item.tiles:
         heads = {head // plan.problem.group for head in tile.heads.members()}
-        if item.owner is None:
-            heads = {0}  # a fused buffer has a single head
+        if item.owner is None and item.heads == ONE:
+            heads = {0}
         rows = [item.dkv_row + row * item.dkv_step for row in tile.k.rows.members()]
         updated |= {(head, row) for head in heads for row in rows}
     return updated
