@@ -31,23 +31,25 @@ RECEIVED_AT_MOST = 1.5
 Beyond this, schedules that hide their messages behind steps are predicted faster, and many heads do not fit (decision
 0025)."""
 
+RECEIVED_UNKNOWN = 1.0
+"""The same on unknown machines, where bytes decide. Up to this limit, tokens placed at once send half of the bytes and
+messages of tokens placed for steps (decision 0058)."""
+
 
 def suits_at_once(mask: Mask, length: int, ranks: int, schedule: str, machines: Cluster) -> bool:
     """Return whether to place tokens for schedules that receive all rows at once.
 
     For a schedule given by name, return whether that schedule receives all rows at once. For "auto", return whether the
-    machines are known, and either the busiest rank receives few rows or there are several nodes: only tokens placed at
-    once are placed by node, and every schedule was predicted faster with them (decision 0056). Raises `InputError` for
-    an unknown name.
+    busiest rank receives few rows, or the machines are known to be several nodes: only tokens placed at once are placed
+    by node, and every schedule was predicted faster with them (decision 0056). Raises `InputError` for an unknown name.
     """
     if schedule != "auto":
         return route_named(schedule).at_once
-    if not is_named(machines):
-        return False
-    if machines.ranks_of_equal_nodes(ranks):
+    is_known = is_named(machines)
+    if is_known and machines.ranks_of_equal_nodes(ranks):
         return True
     received = areas_of(mask, length).load(placed_at_once(mask, length, ranks)).received
-    return max(received) * ranks <= RECEIVED_AT_MOST * length
+    return max(received) * ranks <= (RECEIVED_AT_MOST if is_known else RECEIVED_UNKNOWN) * length
 
 
 def misplaced(problem: Problem, route: Route) -> str | None:
