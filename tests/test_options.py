@@ -36,7 +36,7 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("causal", value, "causal must be True or False") for value in (1, "no", None, np.bool_(True), torch.ones(2))),
     ("window", 5, "window=5: expected (left, right)"),
     ("window", (1, 2, 3), "expected (left, right)"),
-    ("window", (True, 0), "window left side is True"),
+    ("window", (True, 0), "window left side must be tokens >= 0, None or -1, got True"),
     ("mask", "prefix:2", "is not a mask"),
     *(("scale", value, "scale must be a finite number or None") for value in (True, nan, -inf, 10**400, "0.5", TENSOR)),
     *(("softcap", value, "softcap must be positive and finite") for value in (0.0, inf, nan, True, "30")),

@@ -22,6 +22,7 @@ from ringattn.core.geometry import CAUSAL, FULL, MOST_TOKENS, StridedRange
 from ringattn.core.mask import Branch, Mask, check_causal
 from ringattn.core.rectangles import Rectangles, segments
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Dilated:
         # Only 'layer_rotated' reads the layer; with another rule it would be an ignored option.
         if (self.layer is None) == (self.offset == "layer_rotated"):
             raise InputError(f"layer={self.layer} with offset={self.offset!r}: only 'layer_rotated' takes a layer")
-        if self.layer is not None and (type(self.layer) is not int or self.layer < 0):
-            raise InputError(f"layer must be a whole number of at least 0, got {self.layer!r}")
+        if self.layer is not None:
+            layer = whole_number(self.layer, "layer must be a whole number of at least 0", 0)
+            object.__setattr__(self, "layer", layer)
 
     def branches(self) -> list[Dilated]:
         """Return the options of each branch separately."""
@@ -149,15 +151,17 @@ def geometric(
     """
     if (length is None) == (branches is None):
         raise InputError(f"give either length (tokens) or branches (a number), got {length} and {branches}")
-    limit = branches if length is None else length
-    for name, number in (("base_length", base_length), ("ratio", ratio), ("length or branches", limit)):
-        least = 2 if name == "ratio" else 1
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
-    lengths = [base_length]
-    while len(lengths) < branches if branches is not None else lengths[-1] < (length or 0):
-        lengths.append(lengths[-1] * ratio)
-    return Branches(tuple(lengths), tuple(segment // base_length for segment in lengths))
+    first, factor, limit = (
+        whole_number(number, f"{name} must be a whole number of at least {least}", least)
+        for name, number, least in (
+            ("base_length", base_length, 1), ("ratio", ratio, 2),
+            ("length or branches", branches if length is None else length, 1),
+        )
+    )  # fmt: skip
+    lengths = [first]
+    while len(lengths) < limit if length is None else lengths[-1] < limit:
+        lengths.append(lengths[-1] * factor)
+    return Branches(tuple(lengths), tuple(segment // first for segment in lengths))
 
 
 def longnet_32k() -> Branches:

@@ -17,6 +17,7 @@ from ringattn.core.bounded_cache import bounded
 from ringattn.core.geometry import MOST_TOKENS, UNBOUNDED, Band, StridedRange
 from ringattn.core.rectangles import Rectangle, Rectangles, segments
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def make_mask(
     left, right = window_sides(window)
     # Causal may bound an unbounded right side; it contradicts a bounded right side that looks ahead.
     if causal and right not in (0, UNBOUNDED):
-        raise InputError(f"window=({left}, {right}) looks ahead, causal=True forbids it; use a right side of 0")
+        raise InputError(f"window={window!r} looks ahead, causal=True forbids it; use a right side of 0")
     # q - k >= -right: keys up to `right` after the query; q - k <= left: keys up to `left` before it.
     #    q - k:   -right . . . 0 . . . left
     band = Band(0 if causal else -right, left)
@@ -195,9 +196,7 @@ def window_sides(window: tuple[int | None, int | None] | None) -> tuple[int, int
         raise InputError(f"window={window!r}: expected (left, right) in tokens, with None or -1 for unbounded")
     sides = []
     for name, side in zip(("left", "right"), window, strict=True):
-        # bool is an int to Python, and True would be a window of one token.
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
-            raise InputError(f"window {name} side is {side!r}: expected a number of tokens >= 0, or None or -1")
+        tokens = -1 if side is None else whole_number(side, f"window {name} side must be tokens >= 0, None or -1", -1)
         # A side longer than any sequence counts as unbounded, so that equal masks compare equal.
-        sides.append(UNBOUNDED if side is None or side == -1 or side >= MOST_TOKENS else side)
+        sides.append(UNBOUNDED if tokens == -1 or tokens >= MOST_TOKENS else tokens)
     return sides[0], sides[1]

@@ -14,6 +14,7 @@ Each schedule class is in a module of this folder. This module imports all modul
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 from pkgutil import iter_modules
 
@@ -63,9 +64,11 @@ def route_named(name: str, ranks: int | None = None) -> Route:
     word, number = ALIASES.get(word, word), parameter_of(text)
     if word not in ROUTES or (colon and (word not in NUMBERED or number is None)):
         numbered = ", ".join(f"{schedule_name}:{ROUTES[schedule_name].parameter}" for schedule_name in NUMBERED)
+        near = get_close_matches(word, ("auto", *ROUTES), 1)
+        meant = f"; did you mean {near[0]}?" if near and word not in ROUTES else ""
         raise InputError(
-            f"schedule={name!r} is not known; choose auto or one of {', '.join(ROUTES)}, or {numbered} for inner rings "
-            "or groups of M ranks"
+            f"schedule={name!r} is not known{meant}; choose auto or one of {', '.join(ROUTES)}, or {numbered} for "
+            "inner rings or groups of M ranks"
         )
     route = ROUTES[word]
     return route if number is None or ranks is None else route.with_parameter(number, ranks)

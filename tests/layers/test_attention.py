@@ -343,7 +343,7 @@ def test_a_wrong_input_of_one_rank_is_refused_on_all_ranks(spoil: Any) -> None:
     ("options", "message"),
     [
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
-        ({"window": (-3, 0)}, "window left side is -3"),
+        ({"window": (-3, 0)}, "window left side must be tokens >= 0, None or -1, got -3"),
         ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
         ({"softcap": float("inf")}, "softcap must be positive and finite"),
         ({"chunk": 8}, "chunk=8 is now a mask"),
