@@ -21,6 +21,9 @@ Piece = tuple[int, int]
 Shards = tuple[tuple[Piece, ...], ...]
 """The pieces of each rank in ascending order; adjacent pieces are joined."""
 
+ACROSS = 7
+"""A row that leaves a node takes as long as this number of rows inside it: on a node of H100, a GPU has 371 GB/s of
+NVLink and 50 GB/s of network."""
 PAIRS_PER_ROW = 200
 """Number of (q, k) pairs that a rank computes while one row of K and V passes its link. For an H100 with 8 query heads
 per K/V head and 128 dimensions in bfloat16: 8 * 512 FLOP per pair at 600 TFLOP/s, 512 bytes per row at 400 GB/s."""
@@ -305,7 +308,7 @@ class AreasOfPart(Areas):
         self.whole, self.edges = whole, np.append(0, np.cumsum(end - self._first))
         self.length, self.slopes = int(self.edges[-1]), whole.slopes[self._item]
         self.depths = whole.depths[self._item] + self.slopes * (self._first - whole.edges[self._item])
-        self._others = Pieces.of(others)
+        self.others = Pieces.of(others)
 
     @cached_property
     def reads(self) -> list[int]:
@@ -319,12 +322,17 @@ class AreasOfPart(Areas):
         ]
 
     def load(self, placement: Pieces | Shards) -> Load:
-        """See `Areas.load`. Rows from other nodes count as received, and rows to other nodes as sent to each once."""
+        """See `Areas.load`. Rows from other nodes count as received, and rows to other nodes as sent to each once.
+
+        A row that leaves the node counts `ACROSS` times.
+        """
         ours = self.placed(placement if isinstance(placement, Pieces) else Pieces.of(placement))
-        others = self._others._replace(rank=self._others.rank + ours.ranks)
+        others = self.others._replace(rank=self.others.rank + ours.ranks)
         start, stop, rank = (np.concatenate(columns) for columns in zip(ours[:3], others[:3], strict=True))
         load = self.whole.load(Pieces.joined(start, stop, rank, ours.ranks + others.ranks))
-        return Load(*(column[: ours.ranks] for column in load))
+        inside = self.whole.load(ours).sent
+        sent = (near + ACROSS * (both - near) for near, both in zip(inside, load.sent, strict=False))
+        return Load(load.pairs[: ours.ranks], load.received[: ours.ranks], tuple(sent))
 
     def placed(self, placement: Pieces) -> Pieces:
         """Return a placement of this part as positions of the whole."""

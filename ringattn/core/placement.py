@@ -85,6 +85,9 @@ def _filled(areas: Areas, ranks: int) -> Iterator[Pieces]:
 # --- placement for schedules that receive all rows at once: the fewest rows sent --------------------------------------
 
 
+SPREAD = Choice(0.002, 1.0, 0.0, even=1.0)
+"""The ranks of a node have equally many first tokens of each long document, which other nodes read. A single owner
+would send them all through its own link to other nodes."""
 EVEN = 1.005
 """Largest ratio of a rank's pairs to the mean that counts as even. Of all even placements, the one with the fewest rows
 is used."""
@@ -120,9 +123,11 @@ def placed_at_once(
     cost = nodes * (items + RANK_ITEMS) + ranks * (items // nodes + RANK_ITEMS)
     fills = fills // (nodes + 1) if cost <= 2 * MOST_FILLED else 0
     of_nodes = _at_once(areas, nodes, even, fills).shards()
+    # Otherwise counting what each node sends to all others takes longer than all the rest.
+    counts_others = nodes * (items + nodes) <= MOST_FILLED
     shards: list[tuple[Piece, ...]] = []
     for node, tokens in enumerate(of_nodes):
-        part = AreasOfPart(areas, tokens, of_nodes[:node] + of_nodes[node + 1 :] if fills else ())
+        part = AreasOfPart(areas, tokens, of_nodes[:node] + of_nodes[node + 1 :] if counts_others else ())
         shards += part.placed(_at_once(part, ranks_per_node, even, fills, ranks_per_node)).shards()
     return tuple(shards)
 
@@ -177,6 +182,8 @@ def unevenness(load: Load) -> float:
 
 def _starts(areas: Areas, ranks: int, even: float, searches: bool) -> Iterator[Pieces]:
     """Yield the placements that a search starts from, or a few if there is no search."""
+    if isinstance(areas, AreasOfPart) and areas.others.ranks:
+        yield Pieces.of(place(areas, ranks, SPREAD))
     for order in orders(areas, DRAWN if searches else 0):
         yield cut_from_both_ends(areas, order, ranks, even)
     if searches:

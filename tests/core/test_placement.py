@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.core.areas import Areas, AreasOfPart, Load, Piece, Shards, areas_of, causal_pairs
+from ringattn.core.areas import ACROSS, Areas, AreasOfPart, Load, Piece, Shards, areas_of, causal_pairs
 from ringattn.core.filling import Choice, place
 from ringattn.core.layout import causal_documents, make_layout
 from ringattn.core.mask import make_mask
@@ -207,7 +207,7 @@ def test_placed_by_node_each_token_has_one_rank(bounds: tuple[int, ...], sizes: 
 @settings(max_examples=15)
 @given(documents(), st.sampled_from([(4, 2), (6, 3)]))
 def test_a_part_has_the_pairs_and_rows_of_the_whole(bounds: tuple[int, ...], sizes: tuple[int, int]) -> None:
-    """Pairs and received rows of a node's ranks are those in the whole placement; a row is sent to other nodes once."""
+    """Pairs and received rows of a node's ranks are those in the whole placement. A row is sent to other nodes once."""
     ranks, ranks_per_node = sizes
     whole = areas(bounds)
     shards = placed_at_once(whole.mask, bounds[-1], ranks, ranks_per_node, fills=50 * ranks)
@@ -225,8 +225,9 @@ def test_a_part_has_the_pairs_and_rows_of_the_whole(bounds: tuple[int, ...], siz
         found = part.load(ours)
         assert found.pairs == load.pairs[first : first + ranks_per_node]
         assert found.received == load.received[first : first + ranks_per_node]
-        readers = [*shards[first : first + ranks_per_node], *nodes[:node], *nodes[node + 1 :]]
-        assert found.sent == tuple(sent_to(bounds, shard, readers) for shard in readers[:ranks_per_node])
+        near, far = list(shards[first : first + ranks_per_node]), [*nodes[:node], *nodes[node + 1 :]]
+        sent = [sent_to(bounds, shard, near) + ACROSS * sent_to(bounds, shard, far) for shard in near]
+        assert found.sent == tuple(sent)
 
 
 def sent_to(bounds: tuple[int, ...], shard: tuple[Piece, ...], readers: list[tuple[Piece, ...]]) -> int:
@@ -238,6 +239,18 @@ def sent_to(bounds: tuple[int, ...], shard: tuple[Piece, ...], readers: list[tup
         read = {key for token in own for key in range(starts[token], token)} - own
         count += len(read & {token for piece in shard for token in range(*piece)})
     return count
+
+
+@pytest.mark.parametrize(("longest", "ranks", "most"), [(1600, 8, 0.3), (4000, 16, 0.4)])
+def test_the_ranks_of_a_node_share_the_rows_that_other_nodes_read(longest: int, ranks: int, most: float) -> None:
+    """With a single owner, the largest share is 0.5; if rows to other nodes count like others, it is 0.45."""
+    bounds, ranks_per_node = (0, longest, *range(longest + 50, longest + 3100, 50)), 4
+    shards = placed_at_once(causal_documents(bounds), bounds[-1], ranks, ranks_per_node, fills=0)
+    nodes = joined_nodes(shards, ranks_per_node)
+    for node in range(len(nodes)):
+        others = [*nodes[:node], *nodes[node + 1 :]]
+        sent = [sent_to(bounds, shard, others) for shard in shards[node * ranks_per_node :][:ranks_per_node]]
+        assert sum(sent) <= 200 or max(sent) <= most * sum(sent)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
