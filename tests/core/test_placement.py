@@ -241,7 +241,9 @@ def sent_to(bounds: tuple[int, ...], shard: tuple[Piece, ...], readers: list[tup
     return count
 
 
-@pytest.mark.parametrize(("longest", "ranks", "most"), [(1600, 8, 0.3), (4000, 16, 0.4)])
+@pytest.mark.parametrize(
+    ("longest", "ranks", "most"), [(1600, 8, 0.3), pytest.param(4000, 16, 0.4, marks=pytest.mark.slow)]
+)
 def test_the_ranks_of_a_node_share_the_rows_that_other_nodes_read(longest: int, ranks: int, most: float) -> None:
     """With a single owner, the largest share is 0.5; if rows to other nodes count like others, it is 0.45."""
     bounds, ranks_per_node = (0, longest, *range(longest + 50, longest + 3100, 50)), 4
