@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,17 +41,103 @@ def attend(
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of attention with these options; see `Ring.attention`."""
-    inputs = {"q": q, "k": k, "v": v, "sinks": options.sinks}
-    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, options), options.sinks, inputs)
-    return apply_attention(ring, call, q, k, v, options.sinks)
+    results, sinks = _results.get(), options.sinks
+    if results is not None and results.is_recomputation:
+        attended()
+        call, result = results.next()
+        return apply_attention(ring, call, q, k, v, sinks, result)
+    inputs = {"q": q, "k": k, "v": v, "sinks": sinks} if results is None else NEEDED
+    call = agreed(ring, lambda: checked_call(ring, q, k, v, seq, kv_seq, options), sinks, inputs)
+    if results is None:
+        return apply_attention(ring, call, q, k, v, sinks)
+    with unseen():
+        result = PassResult(*forward_pass(ring, call, q, k, v, sinks, keep=call.graph))
+    results.add(call, result)
+    return result.out, result.lse
 
 
 def apply_attention(
-    ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ring: Runtime,
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    result: PassResult | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call that all ranks agreed on. They carry a graph if any rank needs gradients."""
-    out, lse = AttentionFunction.apply(q, k, v, sinks, anchor(call.graph, q, k, v, sinks), ring, call)
+    """Return (out, lse) of a call that all ranks agreed on. They carry a graph if any rank needs gradients.
+
+    `result`: the result of the forward pass. None: the pass runs here.
+    """
+    out, lse = AttentionFunction.apply(q, k, v, sinks, anchor(call.graph, q, k, v, sinks), ring, call, result)
     return out, lse
+
+
+# --- results of calls, kept for a recomputation -----------------------------------------------------------------------
+
+
+class PassResult(NamedTuple):
+    """The result of `forward_pass`."""
+
+    out: Tensor
+    lse: Tensor
+    kept: Tensor | None
+
+
+NEEDED = GradientNeeds(("q", "k", "v"))
+"""The gradient needs of a call whose results are kept: it runs without a graph, but its recomputation has one."""
+
+
+class KeptResults:
+    """The results of the calls of `attend` in a function that runs twice: without a graph, and again in backward.
+
+    In the second run, each call returns the results of the first and sends nothing. It carries a graph, so its backward
+    pass runs as usual. Both runs make the same calls in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self.tensors: list[Tensor | None] = []
+        """Three tensors for each call, see `PassResult`. An autograd function may save them, and set them again."""
+        self.is_recomputation = False
+        self._next = 0
+
+    def add(self, call: AttentionCall, result: PassResult) -> None:
+        """Append the result of a call of the first run."""
+        self.calls.append(call)
+        self.tensors += result
+
+    def next(self) -> tuple[AttentionCall, PassResult]:
+        """Return the next call of the first run and its result."""
+        number = self._next
+        self._next += 1
+        out, lse, kept = self.tensors[3 * number : 3 * number + 3]
+        assert out is not None and lse is not None
+        return self.calls[number], PassResult(out, lse, kept)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Return the context of the first run, in which no graph is recorded."""
+        token = _results.set(self)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            _results.reset(token)
+
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """Return the context of the second run, in which a graph is recorded. It may be entered repeatedly."""
+        self.is_recomputation, self._next = True, 0
+        token = _results.set(self)
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            _results.reset(token)
+
+
+_results: ContextVar[KeptResults | None] = ContextVar("ringattn_kept_results", default=None)
 
 
 def checked_call(
@@ -219,7 +306,7 @@ def dropout_seed_of(options: AttentionOptions, problem: Problem) -> int:
 class AttentionFunction(torch.autograd.Function):
     """The autograd function from (q, k, v, sinks) to (out, lse). Every rank calls its backward.
 
-    The fifth input is the result of `anchor`.
+    The fifth input is the result of `anchor`. With the `result` of an earlier forward pass, no pass runs.
     """
 
     @staticmethod
@@ -232,20 +319,24 @@ class AttentionFunction(torch.autograd.Function):
         _: Tensor | None,
         ring: Runtime,
         call: AttentionCall,
+        result: PassResult | None,
     ) -> tuple[Tensor, Tensor]:
-        with unseen():
-            result, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=call.graph)
+        if result is None:
+            with unseen():
+                out, lse, kept = forward_pass(ring, call, q, k, v, sinks, keep=call.graph)
+        else:
+            out, lse, kept = result.out.detach(), result.lse.detach(), result.kept
         ctx.ring, ctx.call = ring, call
-        ctx.save_for_backward(q, k, v, sinks, result, lse, kept)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, kept)
         ctx.set_materialize_grads(False)
-        return result, lse
+        return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         with ctx.ring.refused_by_all():  # autograd raises here if a saved tensor was changed in place or freed
             q, k, v, sinks, out, lse, kept = ctx.saved_tensors
-        return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), None, None, None)
+        return (*backward_pass(ctx.ring, ctx.call, q, k, v, sinks, out, lse, kept, dout, dlse), *4 * (None,))
 
 
 def forward_pass(

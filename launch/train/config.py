@@ -72,6 +72,7 @@ class TrainConfig:
     tiled_mlp_tokens: int | None = option(
         None, "tokens that the feed-forward processes at once; all if not set", least=1
     )
+    head_groups: int = option(1, "groups of K/V heads that attend one after another; must divide kv_heads", least=1)
     saved_activations: str = option("keep", "how activations are stored until backward", choices=SAVED_ACTIVATIONS)
     sharding: str = option("none", "sharding of weights, gradients and optimizer over ranks (FSDP2)", choices=SHARDING)
     chunked_loss_tokens: int | None = option(None, "tokens whose logits exist at once; all if not set", least=1)
@@ -134,6 +135,18 @@ def check_sizes(config: TrainConfig) -> None:
         raise InputError(
             f"batch={config.batch}: must be a multiple of replicas={config.replicas}, because it counts the "
             "sequences of all replicas"
+        )
+    if model.kv_heads % config.head_groups:
+        raise InputError(f"head_groups={config.head_groups}: must divide model.kv_heads={model.kv_heads}")
+    if config.head_groups > 1 and config.attention == "dilated":
+        raise InputError(
+            f"head_groups={config.head_groups}: the branches of attention=dilated start at other keys in each head, "
+            "and a group counts its heads from 0; leave one of the two out"
+        )
+    if config.head_groups > 1 and config.saved_activations != "keep":
+        raise InputError(
+            f"head_groups={config.head_groups}: attention needs the exact outputs of its groups, which "
+            f"saved_activations={config.saved_activations} would store differently; leave one of the two out"
         )
     if config.restarts and config.checkpoint_every_steps is None:
         raise InputError(f"restarts={config.restarts}: needs checkpoints to restart from; set checkpoint_every_steps")

@@ -185,8 +185,9 @@ def _trained(
 def make_model(everyone: Ring, config: TrainConfig, vocabulary: int = VOCABULARY) -> tuple[Transformer, Optimizer]:
     """Make the model and its optimizer on this rank's device. The weights, or their shards, are those of rank 0."""
     model = Transformer(
-        config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens
-    )
+        config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens,
+        config.head_groups,
+    )  # fmt: skip
     model.to(everyone.device)
     # Broadcast before the weights are sharded, because ranks have different shards afterwards. The seed is the same on
     # all ranks, but another version of torch may draw other numbers from it.
@@ -207,6 +208,7 @@ def warm_up(ring: Ring, everyone: Ring, text: Documents, config: TrainConfig) ->
         tokens=min(config.tokens, 8 * ring.world_size),
         batch=config.replicas,
         curriculum_start_tokens=None,
+        head_groups=1,
         model=ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, hidden_dim=16),
     )
     model, optimizer = make_model(everyone, tiny, text.vocabulary)

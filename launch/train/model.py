@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -40,9 +41,13 @@ from ringattn import Ring
 from ringattn.engine.base import accumulator_dtype
 from ringattn.launch.train.config import ModelConfig, head_dim, optimizer_source
 from ringattn.launch.train.mesh import join_process_group
+from ringattn.layers.head_groups import HeadGroups, in_head_groups
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
 from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
+
+PROJECTION_ROWS = 4096
+"""Tokens of a group of heads that are normalized and projected at a time."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention: from q (batch, tokens, heads, head_dim) and k, v (batch, tokens, kv_heads, head_dim), the output,
@@ -82,13 +87,19 @@ class Block(nn.Module):
     square of the length and the only one that communicates, and a fused kernel keeps no scores that recomputation could
     save. offloaded: as full, with the block's input in host memory until backward.
 
+    `head_groups` is the number of groups of heads that norm, projection and attention process one after another, see
+    `layers.head_groups`. Norm and projection are then always recomputed, and process `PROJECTION_ROWS` tokens at a
+    time. 1 stands for all heads at once.
+
     `tile_tokens` is the number of tokens that pass through norm and SwiGLU at a time. They are computed again in
     backward. None stands for all tokens at once, without recomputation.
     """
 
-    def __init__(self, config: ModelConfig, recompute: str = "none", tile_tokens: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, recompute: str = "none", tile_tokens: int | None = None, head_groups: int = 1
+    ) -> None:
         super().__init__()
-        self.recompute, self.tile_tokens = recompute, tile_tokens
+        self.recompute, self.tile_tokens, self.head_groups = recompute, tile_tokens, head_groups
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, head_dim(config)
         self.rope = Rope(base=config.rope_base)
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
@@ -106,6 +117,8 @@ class Block(nn.Module):
         return self._run("full", self._attend_and_feed, x, positions, attend)
 
     def _attend_and_feed(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        if self.head_groups > 1:
+            return self._run("selective", self._hidden_in_tiles, x + self._attend_in_groups(x, positions, attend))
         q, k, v = self._run("selective", self._project, x, positions)
         return self._run("selective", self._feed, x, attend(q, k, v))
 
@@ -115,8 +128,36 @@ class Block(nn.Module):
             rope=self.rope, positions=positions,
         )  # fmt: skip
 
+    def _attend_in_groups(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        def attention(x: Tensor, group: int) -> Tensor:
+            # The rows of a tile may be of several sequences, so each row has its position.
+            tiling = Tiling(partial(self._project_group, group), PROJECTION_ROWS)
+            projected = tiled(tiling, x, weights, [positions.expand(x.shape[:-1])])
+            return attend(*projected.unflatten(-1, (-1, self.head_dim)).split(self._heads_of_group, 2)).flatten(2)
+
+        weights = [*self.attention_norm.parameters(), self.qkv.weight]
+        return in_head_groups(HeadGroups(attention, self.head_groups), x, weights, self.attention_out.weight)
+
+    @property
+    def _heads_of_group(self) -> list[int]:
+        """The number of query, key and value heads of a group."""
+        return [heads // self.head_groups for heads in (self.heads, self.kv_heads, self.kv_heads)]
+
+    def _project_group(self, group: int, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the queries, keys and values of a group for rows x (tokens, dim), side by side."""
+        sections = self.qkv.weight.split([heads * self.head_dim for heads in (self.heads, *2 * [self.kv_heads])])
+        weight = torch.cat([section.chunk(self.head_groups)[group] for section in sections])
+        heads, kv_heads, _ = self._heads_of_group
+        qkv = project_qkv(
+            self.attention_norm(x)[None], weight.to(x.dtype), None, heads, kv_heads, self.head_dim,
+            rope=self.rope, positions=positions,
+        )  # fmt: skip
+        return torch.cat(qkv, 2)[0].flatten(1)
+
     def _feed(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.attention_out(attended.flatten(2))
+        return self._hidden_in_tiles(x + self.attention_out(attended.flatten(2)))
+
+    def _hidden_in_tiles(self, x: Tensor) -> Tensor:
         if self.tile_tokens is None:
             return self._hidden(x)
         parts = self.hidden_norm, self.hidden_in, self.hidden_out
@@ -138,7 +179,7 @@ class Transformer(nn.Module):
     """A language model over `vocabulary` tokens.
 
     Activations have the dtype `dtype`. Weights are float64 if `dtype` is, else float32. The model is made on the CPU;
-    move it with `.to(device)`. For `recompute` and `tile_tokens` see `Block`.
+    move it with `.to(device)`. For `recompute`, `tile_tokens` and `head_groups` see `Block`.
     """
 
     def __init__(
@@ -149,11 +190,12 @@ class Transformer(nn.Module):
         seed: int,
         recompute: str = "none",
         tile_tokens: int | None = None,
+        head_groups: int = 1,
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embedding = nn.Embedding(vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config, recompute, tile_tokens) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, recompute, tile_tokens, head_groups) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, eps=1e-6)
         self.unembedding = Linear(config.dim, vocabulary)
         if config.tied:

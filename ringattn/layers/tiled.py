@@ -85,11 +85,7 @@ class _Call:
         self.tiling, self.others, self.weights, self.needs_grad = tiling, others, weights, x.requires_grad
         self.versions = [weight._version for weight in weights]
         self.kept: Any = None
-        kind = x.device.type
-        # The cache of autocast is off, because it would return casts made under no_grad, which have no gradient.
-        self.autocast = partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
-        )
+        self.autocast = autocast_of(x.device.type)
         self.states: list[Tensor] = []
         if tiling.draws:
             self.states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else ())]
@@ -153,8 +149,7 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        if [weight._version for weight in call.weights] != call.versions:
-            raise RuntimeError("a weight has changed in place between forward and backward of a tiled function")
+        refuse_changed(call.weights, call.versions)
         (rows,) = call.kept.saved_tensors
         drows = torch.empty_like(rows) if call.needs_grad else None
         sums: list[Tensor | None] = [None] * len(call.weights)
@@ -164,25 +159,39 @@ class _Tiled(torch.autograd.Function):
                 with torch.enable_grad():
                     out = call.run(part, tile)
                 inputs = [part, *call.weights] if call.needs_grad else list(call.weights)
-                grads = _gradients(out, inputs, grad if call.tiling.summed else grad[tile])
+                grads = gradients_of(out, inputs, grad if call.tiling.summed else grad[tile])
                 if drows is not None:
                     drows[tile] = 0 if grads[0] is None else grads[0]
                     grads = grads[1:]
                 del out, part
                 # Gradients are added tile by tile. Those of all tiles at once would take the memory that tiling saves.
-                sums = [_added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
+                sums = [added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
         pairs = zip(sums, call.weights, strict=True)
         return None, drows, *(None if total is None else total.to(weight.dtype) for total, weight in pairs)
 
 
-def _gradients(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of a tile, or None for inputs that it does not depend on, as in a loss without labels."""
+def autocast_of(kind: str) -> Callable[[], torch.autocast]:
+    """Return the present state of autocast for a type of device, as a function that makes a context."""
+    # The cache of autocast is off, because it would return casts made under no_grad, which have no gradient.
+    return partial(
+        torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+
+
+def refuse_changed(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise `RuntimeError` unless the weights have the version counters that they had in forward."""
+    if [weight._version for weight in weights] != versions:
+        raise RuntimeError("a weight has changed in place between forward and backward of a recomputed function")
+
+
+def gradients_of(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of an output, or None for inputs that it does not depend on, as in a loss without labels."""
     if not out.requires_grad:
         return [None] * len(inputs)
     return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
 
 
-def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+def added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """Add a gradient to the total. The total has an accumulator dtype, because in 16 bits each addition would round."""
     if gradient is None:
         return total

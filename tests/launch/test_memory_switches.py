@@ -37,6 +37,8 @@ EXACT: list[dict[str, Any]] = [
     {"tiled_mlp_tokens": 7},
     {"tiled_mlp_tokens": 1000, "recompute": "selective"},
     {"tiled_mlp_tokens": 7, "recompute": "full", "chunked_loss_tokens": 7},
+    {"head_groups": 2},
+    {"head_groups": 2, "recompute": "full", "chunked_loss_tokens": 7, "tiled_mlp_tokens": 7},
 ]
 STEP = {"int8": 1 / 127, "fp8": 1 / 16}
 """The relative rounding step of the format: of a row's largest element in int8, of each element in e4m3 (2**-3 / 2)."""

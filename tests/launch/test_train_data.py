@@ -359,6 +359,12 @@ def test_the_error_of_an_unreadable_text_begins_with_its_key(tmp_path: Path) -> 
         (["dtype=fp8"], "dtype=fp8: choose one of fp32, fp64, bf16"),
         (["ranks=9", "tokens=4"], "ranks=9: more ranks than tokens"),
         (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads=4"),
+        (["head_groups=4"], "head_groups=4: must divide model.kv_heads=2"),
+        (["head_groups=2", "saved_activations=int8"], "head_groups=2: attention needs the exact outputs"),
+        (
+            ["head_groups=2", "attention=dilated", "segment_lengths=[8]", "dilation_rates=[1]"],
+            "head_groups=2: the branches of attention=dilated",
+        ),
         (["model.dim=20"], "model.dim=20: must be an even multiple of model.heads=4"),
     ],
 )

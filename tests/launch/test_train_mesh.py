@@ -169,6 +169,8 @@ def test_four_processes_on_any_mesh_train_like_one(tmp_path: Path) -> None:
         replace(mesh, sharding="zero3", **FEW_LABELS),
         replace(mesh, sharding="zero2", **DILATED),
         replace(mesh, sharding="zero3", chunked_loss_tokens=7, tiled_mlp_tokens=7, saved_activations="int8"),
+        replace(mesh, sharding="zero3", recompute="full", chunked_loss_tokens=7, head_groups=2),
+        replace(mesh, sharding="zero2", recompute="selective", micro_batch=1, head_groups=2),
         # FSDP reduces these dtypes in another way than float64.
         replace(mesh, sharding="zero2", dtype="fp32", micro_batch=1, steps=2),
         replace(mesh, sharding="zero3", dtype="bf16", steps=2),
@@ -190,7 +192,7 @@ def test_four_processes_on_any_mesh_train_like_one(tmp_path: Path) -> None:
     for report in reports:
         for result, reference in zip(report["runs"], expected, strict=True):
             same(result, reference)
-        assert [result["first_step"] for result in report["runs"]] == [0, 3, 3, 3, *[0] * 10]
+        assert [result["first_step"] for result in report["runs"]] == [0, 3, 3, 3, *[0] * 12]
         assert report["reductions"] == report["sharded_parts"]  # two micro-batches, one reduction of each part
     resumed_alone = run(replace(MESH, resume=saved))
     assert resumed_alone["first_step"] == 3

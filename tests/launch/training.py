@@ -37,9 +37,9 @@ def run(config: TrainConfig, ranks: int = 1) -> dict[str, Any]:
 
 
 def alone(config: TrainConfig) -> dict[str, Any]:
-    """Train the same run on one rank, from the first step, with whole batches and no checkpoints. Return the result."""
+    """Train the same run on one rank, from the first step, with whole batches, all heads at once and no checkpoints."""
     return run(replace(config, ranks=1, replicas=1, micro_batch=None, max_tokens_per_rank=None, sharding="none",
-                       checkpoint_every_steps=None, resume="never", out=TrainConfig().out))  # fmt: skip
+                       head_groups=1, checkpoint_every_steps=None, resume="never", out=TrainConfig().out))  # fmt: skip
 
 
 def same(result: dict[str, Any], expected: dict[str, Any]) -> None:
