@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
@@ -23,6 +25,7 @@ from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
 from ringattn.launch.train.config import load_train
 from ringattn.launch.train.loop import train
+from ringattn.layers import tiled
 from ringattn.ring import Ring
 
 PROGRAM = "ringattn.bench.training_memory:weigh_rank"
@@ -31,12 +34,38 @@ M_MMAP_THRESHOLD = -3
 MAPPED_FROM_BYTES = 1 << 16
 
 
+class Sizes(NamedTuple):
+    """The sizes of a model and its sequence."""
+
+    tokens: int
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    hidden_dim: int
+
+
+LONG = Sizes(16384, 2, 128, 8, 4, 256)
+"""A long sequence for a small model, so that activations take most of the memory, as with millions of tokens."""
+
+
 class Combination(NamedTuple):
-    """The settings of one run."""
+    """The settings of one run. `tile_tokens` is the size of the tiles of the feed-forward and of the loss; 0: no tiles.
+
+    `is_long`: the sizes are those of `LONG` instead of the options.
+    """
 
     recompute: str
     optimizer: str
     ranks: int
+    head_groups: int = 1
+    tile_tokens: int = 0
+    is_long: bool = False
+
+    def sizes(self, options: TrainingMemoryOptions) -> Sizes:
+        """Return the sizes of the model and its sequence."""
+        model = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
+        return LONG if self.is_long else Sizes(options.length_tokens, *model)
 
 
 COMBINATIONS = (
@@ -44,7 +73,14 @@ COMBINATIONS = (
     Combination("none", "sgd", 2),
     Combination("selective", "sgd", 2),
     Combination("full", "adafactor", 2),
-)
+    *(
+        Combination(recompute, "sgd", ranks, groups, tiles, is_long=True)
+        for recompute, groups, tiles in (
+            ("none", 1, 0), ("none", 4, 0), ("full", 1, 64), ("full", 4, 64), ("offloaded", 4, 64)
+        )
+        for ranks in (1, 2, 4, 8)
+    ),
+)  # fmt: skip
 BYTES = 256
 """The vocabulary: `ringattn train` reads bytes."""
 
@@ -71,20 +107,23 @@ class TrainingMemoryOptions:
 
 def arguments_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
     """Return the run as arguments of `ringattn train`."""
-    sizes = ("layers", "dim", "heads", "kv_heads", "hidden_dim")
+    sizes = run.sizes(options)._asdict()
+    tiles = [f"tiled_mlp_tokens={run.tile_tokens}", f"chunked_loss_tokens={run.tile_tokens}"] if run.tile_tokens else []
     return [
-        *(f"{key}={value}" for key, value in run._asdict().items()),
-        *(f"model.{key}={getattr(options, key)}" for key in sizes),
-        f"tokens={options.length_tokens}", "steps=2", "warmup_steps=0", "learning_rate=1e-4",
+        *(f"{key}={getattr(run, key)}" for key in ("recompute", "optimizer", "ranks", "head_groups")),
+        *tiles, f"tokens={sizes.pop('tokens')}", *(f"model.{key}={size}" for key, size in sizes.items()),
+        "steps=2", "warmup_steps=0", "learning_rate=1e-4",
     ]  # fmt: skip
 
 
 def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
     """Return the peak that the capacity planner predicts for the rank that needs the most."""
-    sizes = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
+    tokens, layers, dim, heads, kv_heads, hidden_dim = run.sizes(options)
     whole = TrainingSetup(
-        ModelShape(*sizes, BYTES, tied=True), options.length_tokens, run.ranks, precision="fp32",
-        optimizer=run.optimizer, recompute=run.recompute, gradients_kept=False, data="whole",
+        ModelShape(layers, dim, heads, kv_heads, hidden_dim, BYTES, tied=True), tokens, run.ranks,
+        precision="fp32", optimizer=run.optimizer, recompute=run.recompute,
+        head_groups=run.head_groups, tiled_mlp_tokens=run.tile_tokens, chunked_loss_tokens=run.tile_tokens,
+        gradients_kept=False, data="whole",
     )  # fmt: skip
     return int(training_bytes(whole).peak.total)
 
@@ -97,6 +136,7 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
     """
     # Without this, glibc would keep freed tensors in its heap, and the resident size would include earlier use.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+    _stand_in_for_host_memory()
     with StorageMeter() as storages:
         result = train(ring, load_train(arguments))
     return {
@@ -107,11 +147,22 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _stand_in_for_host_memory() -> None:
+    """Copy inputs of layers to numpy arrays, which are the host memory of this process: the meter does not count them.
+
+    Bf16 is not measured, because the engine of a CPU casts queries, keys and values to float32.
+    """
+    stand_in: Any = tiled
+    stand_in.check_device = lambda device, option: None
+    stand_in.to_host = lambda x: x.detach().numpy().copy()
+    stand_in.from_host = lambda array: torch.from_numpy(array).clone()
+
+
 def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
     """Measure every combination; return one record for each."""
     records = []
     for run in COMBINATIONS[: options.combinations]:
-        name = f"{run.recompute}, {run.optimizer}, {run.ranks} ranks"
+        name = ", ".join(f"{key}={value}" for key, value in run._asdict().items())
         say(name)
         # Use gloo. Over shm, the resident memory of a process would include buffers of other ranks and copies of sent
         # tensors.
@@ -122,11 +173,12 @@ def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
 
 
 def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
-    """Raise `GateError` unless the losses of the last record equal those of the first.
+    """Raise `GateError` unless the losses of the last record equal those of the first with the same sizes.
 
     With another optimizer, only the loss of the first step is compared.
     """
-    first, last = records[0], records[-1]
+    last = records[-1]
+    first = next(record for record in records if record["is_long"] == last["is_long"])
     same = 2 if last["optimizer"] == first["optimizer"] else 1
     for rank in last["by_rank"]:
         for expected, loss in zip(first["by_rank"][0]["losses"][:same], rank["losses"], strict=False):
@@ -138,17 +190,23 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
     """Return the table of all combinations."""
     result = Table(
         f"Peak growth of the largest rank in training, MiB; {options.length_tokens} tokens in all, "
-        f"{options.layers} layers of {options.dim}, float32",
-        ("recompute", "optimizer", "ranks", "kept", "predicted", "storages", "resident", "predicted / resident"),
-        notes=["- kept: weights, gradients and optimizer state of a rank. storages: torch's, by a dispatch mode."],
-    )
+        f"{options.layers} layers of {options.dim}; long: {LONG.tokens} tokens, {LONG.layers} layers of {LONG.dim}",
+        ("recompute", "head groups", "tiles", "optimizer", "long", "ranks", "kept", "predicted", "storages",
+         "predicted / storages", "resident"),
+        notes=[
+            "- kept: weights, gradients and optimizer state of a rank. storages: torch's, by a dispatch mode.",
+            "- tiles: tokens of a tile of the feed-forward and of a chunk of the loss. offloaded: the inputs of layers "
+            "are in numpy arrays, which storages do not count.",
+        ],
+    )  # fmt: skip
     for record in records:
         kept, storages, resident = (
             max(rank[key] for rank in record["by_rank"]) for key in ("kept_bytes", "storage_bytes", "resident_bytes")
         )
         predicted = record["predicted_bytes"]
-        sizes = mib(kept), mib(predicted), mib(storages), mib(resident), f"{predicted / resident:.3f}"
-        result.rows.append((record["recompute"], record["optimizer"], str(record["ranks"]), *sizes))
+        settings = (str(record[key]) for key in ("recompute", "head_groups", "tile_tokens", "optimizer"))
+        sizes = mib(kept), mib(predicted), mib(storages), f"{predicted / storages:.3f}", mib(resident)
+        result.rows.append((*settings, "long" if record["is_long"] else "", str(record["ranks"]), *sizes))
     return result
 
 

@@ -36,6 +36,9 @@ SWITCHES = (
     Switch("zero_stage", 2, "shard the gradients too"),
     Switch("zero_stage", 3, "shard the weights too"),
     Switch("tiled_mlp_tokens", 4096, "feed-forwards of 4096 tokens at a time"),
+    Switch("head_groups", 2, "attend with half of the K/V heads at a time"),
+    Switch("head_groups", 4, "attend with a quarter of the K/V heads at a time"),
+    Switch("head_groups", 8, "attend with an eighth of the K/V heads at a time"),
     Switch("recompute", "selective", "recompute everything except attention"),
     Switch("recompute", "full", "recompute layers from their inputs"),
     Switch("recompute", "offloaded", "keep these inputs in host memory"),
@@ -165,11 +168,15 @@ def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
 def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
     """Return whether to try a setting.
 
-    A setting in `ORDER` must come after the current value, weights on the host need ZeRO 3, and an optimizer in eight
-    bits replaces only AdamW.
+    A setting in `ORDER` must come after the current value, weights on the host need ZeRO 3, an optimizer in eight bits
+    replaces only AdamW, and the run must accept more groups of heads. Saved activations in eight bits need all heads.
     """
     current = getattr(run, switch.key)
     if switch.value == "parameters" and run.zero_stage < 3:
+        return False
+    if switch.key == "head_groups":
+        return switch.value > current and run.takes_head_groups(switch.value)
+    if switch.key == "saved_activations" and run.head_groups > 1:
         return False
     if switch.key in ORDER:
         order = ORDER[switch.key]

@@ -59,7 +59,8 @@ def flops_of(run: TrainingSetup) -> Flops:
 
     Backward takes twice the FLOPs of forward for matrix products, and 2.5 times for attention. With recompute full or
     offloaded, backward runs the forward of the layers again (Korthikanti et al. 2022, section 5); with selective, it
-    does so without attention. A tiled feed-forward and the logits of a loss in chunks are always recomputed.
+    does so without attention. A tiled feed-forward and the logits of a loss in chunks are always recomputed. Groups of
+    heads are projected again in addition to a layer that is recomputed as a whole.
     """
     shape = run.model
     products, attention = matrix_flops(run), attention_flops(run)
@@ -69,6 +70,9 @@ def flops_of(run: TrainingSetup) -> Flops:
     again = (feeds if run.is_tiled else 0.0) if run.recompute == "none" else products - output
     if run.chunked_loss_tokens:
         again += output
+    if run.head_groups > 1 and run.recompute != "selective":
+        projections, _ = shape.attention_matrices
+        again += 2.0 * shape.layers * projections.parameters * run.rank_tokens / _cut(run)
     forward = attention if run.recompute in ("none", "selective") else 2 * attention
     return Flops(3 * products + again, forward, BACKWARD_OVER_FORWARD * attention)
 

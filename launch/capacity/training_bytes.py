@@ -133,7 +133,7 @@ class LayerParts(NamedTuple):
         return self.before + self.attention + self.after
 
 
-def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) -> LayerParts:
+def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False, groups: int = 1) -> LayerParts:
     """Return the bytes that one layer keeps per token if nothing is recomputed.
 
     swiglu, counted as autograd keeps it (a test compares every byte): a norm keeps its input and the normalized input,
@@ -147,7 +147,7 @@ def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) ->
 
     Experts: the layer keeps one feed-forward for each expert that processes the token, with a copy of the input and
     with the output that the router weights (not measured). If `tiled`, norm and feed-forward are recomputed from their
-    input, tile by tile.
+    input, tile by tile. In several `groups` of heads, norm and projection are recomputed from the layer's input.
     """
     item, width = precision.activation, shape.width
     projected = shape.query_width + 2 * shape.kv_width
@@ -158,7 +158,10 @@ def layer_parts(shape: ModelShape, precision: Precision, tiled: bool = False) ->
         feed = rows(precision, shape.ffn, copies=4 * shape.feeds)
         if shape.experts:
             feed += rows(precision, width, copies=2 * shape.feeds) + Kept(0, 0, precision.wide * shape.experts)
-        return LayerParts(norm + tables, attention, rows(precision, width) if tiled else norm + feed)
+        if groups > 1:
+            attention = Kept(0, 0, item * shape.query_width + lse)
+        before = rows(precision, width) if groups > 1 else norm + tables
+        return LayerParts(before, attention, rows(precision, width) if tiled else norm + feed)
     norm = rows(precision, width, copies=2)
     masks = Kept(0, 0, MASK_BYTES * width)
     attention = Kept(0, 0, item * (projected + shape.query_width) + lse)
@@ -182,16 +185,21 @@ class Stored(NamedTuple):
     live: Kept
 
 
-def stored(shape: ModelShape, precision: Precision, recompute: str, tiled: bool = False) -> Stored:
+def stored(shape: ModelShape, precision: Precision, recompute: str, tiled: bool = False, groups: int = 1) -> Stored:
     """Return the bytes that one layer keeps per token under a recomputation policy (see `RECOMPUTE`)."""
-    parts, nothing = layer_parts(shape, precision, tiled), NOTHING
+    parts, nothing = layer_parts(shape, precision, tiled, groups), NOTHING
     layer_input = rows(precision, shape.width)
     # The first norm keeps the layer's input itself, unless it converts the input to a wider dtype.
-    shared = layer_input.floats if shape.block == "swiglu" and precision.activation == precision.wide else 0
+    is_shared = (shape.block == "swiglu" and precision.activation == precision.wide) or groups > 1
+    shared = layer_input.floats if is_shared else 0
     again = parts.all._replace(floats=parts.all.floats - shared)
     match recompute:
         case "none":
             return Stored(parts.all, nothing, nothing)
+        case "selective" if groups > 1:  # the input of the feed-forward is kept, and Q, K and V are not
+            is_kept = tiled or precision.activation == precision.wide
+            live = parts.after._replace(floats=parts.after.floats - (layer_input.floats if is_kept else 0))
+            return Stored(layer_input + layer_input + parts.attention, nothing, live)
         case "selective":
             live = max(parts.before, parts.after, key=lambda part: part.total)
             return Stored(layer_input + parts.attention, nothing, live)
@@ -210,14 +218,16 @@ def held_bytes(kept: Kept, saved: str) -> int:
     return kept.total if saved == "keep" else kept.packed + kept.other
 
 
-def head_kept(shape: ModelShape, precision: Precision) -> Kept:
+def head_kept(shape: ModelShape, precision: Precision, chunked: bool = False) -> Kept:
     """Return the bytes that the last norm and the output product keep per token.
+
+    If the loss is computed in chunks (`chunked`), so is the last norm, and only its input is kept.
 
     For gelu in 16 bits they are 4 times width, as in Korthikanti et al., section 4.3. The 4 bytes per logit of that
     section are counted by `logits_bytes`.
     """
     if shape.block == "swiglu":
-        return normalized(shape, precision)
+        return rows(precision, shape.width) if chunked else normalized(shape, precision)
     return rows(precision, shape.width, copies=2)
 
 
@@ -229,32 +239,41 @@ def logits_bytes(shape: ModelShape, precision: Precision) -> int:
 class Moment(NamedTuple):
     """Transient bytes per token in the backward of a layer, in addition to the bytes that the layer keeps.
 
-    `feed_forward` and `attention` are the two largest moments, in bytes per token of the rank. `tile` is in bytes per
-    token of the one tile of the feed-forward that is being recomputed.
+    `feed_forward` and `attention` are the two largest moments, in bytes per token of the rank. With groups of heads,
+    `projection` is a third. `tile` is in bytes per token of the one tile of the feed-forward that is recomputed.
     """
 
     feed_forward: int
     attention: int
+    projection: int = 0
     tile: int = 0
 
 
-def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False) -> Moment:
+def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False, groups: int = 1) -> Moment:
     """Return the transient bytes at the two largest moments of one layer's backward.
 
     Feed-forward: the gradients of the product's factors, of the residual and of the output exist. If the feed-forward
     is tiled, only the gradients of its input and output exist for all tokens, and the others for one tile.
     Attention: dout and the gradient of the residual exist; dq, dk and dv in the accumulator's dtype; the results of one
     block before they are added; and the log-sum-exp and delta of each head. The activations that the layer kept after
-    attention have been freed, and are subtracted.
+    attention have been freed, and are subtracted. In several `groups` of heads, only one group has these tensors and
+    its projections, and there is also the sum of the gradients of the layer's input. Projection: the gradient of the
+    projections of one group becomes that of the layer's input.
     """
     item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
     inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
-    sums, block = wide * (queries + 2 * shape.kv_width), wide * (queries + shape.kv_width)
+    projected = queries + 2 * shape.kv_width
+    sums, block = wide * projected, wide * (queries + shape.kv_width)
     attention = item * (queries + width) + sums + block + 2 * wide * shape.heads
-    attention = max(0, attention - layer_parts(shape, precision, tiled).after.total)
+    if groups > 1:
+        attention = item * 2 * width + (item * (queries + projected) + sums + block + 2 * wide * shape.heads) // groups
+    projection = item * 3 * width + item * (queries + projected) // groups if groups > 1 else 0
+    freed = layer_parts(shape, precision, tiled, groups).after.total
+    attention, projection = max(0, attention - freed), max(0, projection - freed)
     if tiled:
-        return Moment(2 * item * width, attention, layer_parts(shape, precision).after.total + item * inner)
-    return Moment(item * (inner + 2 * width), attention)
+        tile = layer_parts(shape, precision).after.total + item * inner
+        return Moment(2 * item * width, attention, projection, tile)
+    return Moment(item * (inner + 2 * width), attention, projection)
 
 
 # --- buffers of the attention call ------------------------------------------------------------------------------------
@@ -346,7 +365,8 @@ def staging_bytes(run: TrainingSetup) -> StagingBytes:
     attention, ranks, shape = run.attention, run.ranks, run.model
     if ranks == 1:
         return StagingBytes(0, 0, 0, "none")
-    heads, kv_heads = shape.heads // run.tensor_ranks, shape.kv_heads // run.tensor_ranks
+    cut_heads = run.tensor_ranks * run.head_groups
+    heads, kv_heads = shape.heads // cut_heads, shape.kv_heads // cut_heads
     per_rank = -(-run.tokens // ranks)
     if ranks > MOST_RANKS and max(attention.segment_lengths, default=0) > MOST_RANKS * per_rank:
         forward, backward = ring_slots_bytes(per_rank, kv_heads * shape.head_dim, run.numbers.dtype, causal=False)
@@ -359,7 +379,8 @@ def staging_bytes(run: TrainingSetup) -> StagingBytes:
         cut = per_rank / rows
         planned = _planned(attention.scaled(cut, rows), rows * planned_ranks, planned_ranks, *sizes)
         factor = cut * run.batch
-    return StagingBytes(planned.forward * factor, planned.backward * factor, planned.kept * factor, planned.route)
+    kept = planned.kept * factor * run.head_groups
+    return StagingBytes(planned.forward * factor, planned.backward * factor, kept, planned.route)
 
 
 @lru_cache(maxsize=1024)
@@ -409,6 +430,9 @@ TOKEN_BYTES = 8
 QUANTIZED_BLOCK = 256
 """Elements that share one float32 scale in 8-bit optimizer states (bitsandbytes and torchao)."""
 
+PROJECTION_ROWS = 1024
+"""Tokens of a group of heads that `ringattn train` normalizes and projects at a time."""
+
 GATHERED_LAYERS = 2
 """Layers whose whole weights a rank has under ZeRO 3: the one that runs, and the next, which is being gathered."""
 
@@ -440,6 +464,9 @@ class TrainingSwitches:
     offload: str = option("none", "what is kept in host memory", choices=OFFLOADS)
     chunked_loss_tokens: int = option(0, "tokens per chunk of the loss; 0: all at once", least=0, most=MOST)
     tiled_mlp_tokens: int = option(0, "tokens per tile of the feed-forward; 0: all at once", least=0, most=MOST)
+    head_groups: int = option(
+        1, "groups of K/V heads that attend one after another; must divide kv_heads", least=1, most=MOST
+    )
     data: str = option("shard", "each rank reads its shard of the tokens, or the whole batch", choices=DATA)
     gradients_kept: bool = option(True, "whether gradients are kept through the step, as when they accumulate")
     transients: bool = option(True, "count transient tensors too")
@@ -470,6 +497,12 @@ class TrainingSetup(TrainingSwitches):
         for key in ("heads", "kv_heads"):
             if getattr(self.model, key) % self.tensor_ranks:
                 raise InputError(f"tensor_ranks={self.tensor_ranks}: must divide {key}={getattr(self.model, key)}")
+        if not self.takes_head_groups(self.head_groups):
+            raise InputError(
+                f"head_groups={self.head_groups}: must divide the K/V heads of a rank, "
+                f"{self.model.kv_heads // self.tensor_ranks}, and needs block=swiglu, saved_activations=keep and a "
+                "mask other than dilated"
+            )
         if self.pipeline_ranks * self.pipeline_chunks > self.model.layers:
             raise InputError(
                 f"pipeline_ranks={self.pipeline_ranks}: pipeline_ranks times pipeline_chunks={self.pipeline_chunks} "
@@ -486,6 +519,11 @@ class TrainingSetup(TrainingSwitches):
             )
         if self.offload == "parameters" and self.zero_stage < 3:
             raise InputError("offload=parameters: needs zero_stage=3, which fetches weights layer by layer")
+
+    def takes_head_groups(self, groups: int) -> bool:
+        """Return whether the attention of this run may be computed in `groups` groups of heads."""
+        suits = self.model.block == "swiglu" and self.saved_activations == "keep" and self.attention.kind != "dilated"
+        return groups == 1 or (suits and self.model.kv_heads // self.tensor_ranks % groups == 0)
 
     @property
     def numbers(self) -> Precision:
@@ -627,16 +665,17 @@ def cast_bytes(run: TrainingSetup) -> float:
 
 
 def activation_bytes(run: TrainingSetup, micro_batches: float = 1) -> float:
-    """Return the bytes that all layers of the rank keep from forward to backward, for `micro_batches` micro batches."""
-    kept = stored(run.model, run.numbers, run.recompute, run.is_tiled)
+    """Return the device bytes that all layers of the rank keep from forward to backward, for some micro batches."""
+    kept = stored(run.model, run.numbers, run.recompute, run.is_tiled, run.head_groups)
     layer = held_bytes(kept.device, run.saved_activations)
-    # If layer inputs are in host memory, two of them are also on the device: one in use, and one being copied.
-    return run.kept_tokens * (micro_batches * run.share.layers * layer + 2 * kept.host.total) + cast_bytes(run)
+    return run.kept_tokens * micro_batches * run.share.layers * layer + cast_bytes(run)
 
 
 def head_bytes(run: TrainingSetup) -> float:
     """Return the bytes that the last norm and the output product keep."""
-    return run.kept_tokens * held_bytes(head_kept(run.model, run.numbers), run.saved_activations)
+    return run.kept_tokens * held_bytes(
+        head_kept(run.model, run.numbers, run.chunked_loss_tokens > 0), run.saved_activations
+    )
 
 
 def tile_bytes(run: TrainingSetup) -> float:
@@ -652,14 +691,35 @@ def tile_bytes(run: TrainingSetup) -> float:
     return tokens * backward_bytes(shape, numbers, tiled=True).tile + feeds * (numbers.wide + numbers.gradient)
 
 
+def projection_bytes(run: TrainingSetup) -> float:
+    """Return the bytes of the tile that backward projects again for a group of heads, and of weight gradients.
+
+    Of the norm, five wide tensors exist at the same time, and one more if activations are narrower. The gradient of the
+    projection's weight exists three times: summed over tiles, summed over groups, and of one tile.
+    """
+    shape, numbers = run.model, run.numbers
+    projections, _ = shape.attention_matrices
+    norm = (5 + (numbers.activation < numbers.wide)) * numbers.wide * shape.width
+    tile = norm + numbers.activation * projections.rows // (run.head_groups * run.tensor_ranks)
+    weights = projections.parameters / run.tensor_ranks * (2 * numbers.wide + numbers.gradient)
+    return min(PROJECTION_ROWS, run.rank_tokens) * tile + weights
+
+
 def live_bytes(run: TrainingSetup) -> tuple[float, float]:
     """Return the bytes at the largest moment of a layer's backward: (recomputed and feed-forward, attention)."""
-    recomputed = stored(run.model, run.numbers, run.recompute, run.is_tiled).live.total * run.kept_tokens
+    recomputed = (
+        stored(run.model, run.numbers, run.recompute, run.is_tiled, run.head_groups).live.total * run.kept_tokens
+    )
     if not run.transients:
         return recomputed, 0
-    moment = backward_bytes(run.model, run.numbers, run.is_tiled)
+    moment = backward_bytes(run.model, run.numbers, run.is_tiled, run.head_groups)
     feed = run.kept_tokens * moment.feed_forward + tile_bytes(run)
     attention = run.kept_tokens * moment.attention
+    if run.head_groups > 1:
+        attention = max(attention, run.kept_tokens * moment.projection + projection_bytes(run))
+        if run.recompute in ("full", "offloaded"):  # the outputs of a group are freed after its backward
+            kept = layer_parts(run.model, run.numbers, run.is_tiled, run.head_groups).attention
+            attention -= run.kept_tokens * kept.total / run.head_groups
     if run.tensor_ranks > 1:  # sequence parallelism gathers the input of a product, and its gradient is whole
         recomputed += 2 * run.rank_tokens * run.model.width * run.numbers.activation
     return (recomputed, attention) if attention > feed else (recomputed + feed, 0.0)
@@ -668,7 +728,7 @@ def live_bytes(run: TrainingSetup) -> tuple[float, float]:
 def host_bytes(run: TrainingSetup) -> float:
     """Return the bytes of a rank in host memory: layer inputs, optimizer state, its gradients, and weights."""
     share, numbers = run.share, run.numbers
-    input_bytes = stored(run.model, numbers, run.recompute, run.is_tiled).host.total
+    input_bytes = stored(run.model, numbers, run.recompute, run.is_tiled, run.head_groups).host.total
     micro_batches = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches).first
     inputs = run.kept_tokens * micro_batches * share.layers * input_bytes
     if run.offload == "none":
@@ -689,10 +749,12 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     shape, numbers, share = run.model, run.numbers, run.share
     gradients, slots = gradient_bytes(run), staging_bytes(run)
     early = gradients if run.gradients_kept else 0.0
-    head = gradients if run.gradients_kept else float(min(gradients, share.head * numbers.gradient))
     live, sums = live_bytes(run)
+    # The gradients of a feed-forward exist in the backward of attention, which has the largest moment with groups.
+    last = share.head + (share.layer if run.head_groups > 1 and sums else 0)
+    head = gradients if run.gradients_kept else float(min(gradients, last * numbers.gradient))
     flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches)
-    first, last, single = (activation_bytes(run, count) for count in (flying.first, flying.last, 1))
+    first, final, single = (activation_bytes(run, count) for count in (flying.first, flying.last, 1))
     common = {
         "parameters": parameter_bytes(run),
         "optimizer": optimizer_bytes(run) if run.offload == "none" else 0.0,
@@ -700,18 +762,20 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         "framework": float(run.framework_bytes),
         "slots": slots.arena,
     }
+    # If layer inputs are in host memory, one of them is also on the device: the one that is used or copied.
+    copied = run.kept_tokens * stored(shape, numbers, run.recompute).host.total
     between = {**common, "slots": slots.arena + share.layers * slots.kept}
     if not run.transients:
-        kept = first + head_bytes(run)
+        kept = first + copied + head_bytes(run)
         return {"stored": Breakdown(**between, gradients=gradients, activations=kept, live_layer=live)}
     logits, passing = loss_bytes(run)
     breakdowns = {
         "loss": Breakdown(
-            **between, gradients=early, activations=last + head_bytes(run), live_layer=passing, logits=logits
+            **between, gradients=early, activations=final + copied + head_bytes(run), live_layer=passing, logits=logits
         ),
-        "last layer": Breakdown(**between, gradients=head, activations=first, live_layer=live, attention=sums),
+        "last layer": Breakdown(**between, gradients=head, activations=first + copied, live_layer=live, attention=sums),
         "first layer": Breakdown(
-            **common, gradients=gradients, activations=single / share.layers if flying.first == 1 else first,
+            **common, gradients=gradients, activations=copied + (single / share.layers if flying.first == 1 else first),
             live_layer=live, attention=sums,
         ),
         "update": Breakdown(

@@ -321,20 +321,26 @@ def local_part(
     `tokens` and `labels` are those of this rank, (sequences, tokens).
     """
 
-    def head(hidden: Tensor, logits_of: nn.Module) -> Tensor:
-        return loss_in_chunks(hidden, logits_of, labels, valid, config.chunked_loss_tokens)
-
     # Leave out weights that FSDP shards, because the model computes with temporary gathered copies of them.
     weights = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
     narrowest = min(config.model.dim, config.model.hidden_dim)
     saved = SavedActivations(config.saved_activations, weights, labels.numel(), narrowest)
+    loss_of = saved.exactly(
+        partial(loss_in_chunks, labels=labels, valid=valid, chunk_tokens=config.chunked_loss_tokens)
+    )
+
+    def head(hidden: Tensor, norm: nn.Module, unembedding: nn.Module) -> Tensor:
+        if config.chunked_loss_tokens is None:
+            return loss_of(norm(hidden), unembedding)
+        return loss_of(hidden, nn.Sequential(norm, unembedding))
+
     attend = attention_of(seq, config)
     # Under full recomputation, attention is within an activation checkpoint. There `exactly` would keep tensors that
     # are to be recomputed.
     if config.recompute not in ("full", "offloaded"):
         attend = saved.exactly(attend)
     with saved.packing():
-        loss: Tensor = model(tokens, seq.positions(per_document=True), attend, saved.exactly(head))
+        loss: Tensor = model(tokens, seq.positions(per_document=True), attend, head)
     return loss
 
 

@@ -46,16 +46,16 @@ from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
 from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
 
-PROJECTION_ROWS = 4096
+PROJECTION_ROWS = 1024
 """Tokens of a group of heads that are normalized and projected at a time."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention: from q (batch, tokens, heads, head_dim) and k, v (batch, tokens, kv_heads, head_dim), the output,
 which has the shape of q."""
 
-Head = Callable[[Tensor, nn.Module], Tensor]
-"""A function of the normalized hidden states (batch, tokens, dim) and of the layer that computes logits from them. It
-returns, for example, a loss."""
+Head = Callable[[Tensor, nn.Module, nn.Module], Tensor]
+"""A function of the hidden states (batch, tokens, dim), of their norm, and of the layer that computes logits from
+normalized states. It returns, for example, a loss."""
 
 
 class Linear(nn.Linear):
@@ -222,8 +222,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens).to(self.dtype)
         for block in self.blocks:
             x = block(x, positions, attend)
-        x = self.norm(x)
-        return self.unembedding(x) if head is None else head(x, self.unembedding)
+        return self.unembedding(self.norm(x)) if head is None else head(x, self.norm, self.unembedding)
 
 
 # --- sharding by FSDP2 -----------------------------------------------------------------------------------------------

@@ -235,6 +235,9 @@ def test_one_rank_has_no_slots_and_wide_segments_use_the_ring() -> None:
         (lambda: replace(TRAINED, experts=4), "experts_per_token=0: must be from 1 to experts=4"),
         (lambda: replace(TRAINED, experts_per_token=1), "experts_per_token=1: has no effect without experts"),
         (lambda: TrainingSetup(TRAINED, 8, tensor_ranks=3), "tensor_ranks=3: must divide kv_heads=2"),
+        (lambda: TrainingSetup(TRAINED, 8, head_groups=4), "head_groups=4: must divide the K/V heads of a rank, 2"),
+        (lambda: TrainingSetup(TRAINED, 8, head_groups=2, tensor_ranks=2), "head_groups=2: .* of a rank, 1"),
+        (lambda: TrainingSetup(TRAINED, 8, head_groups=2, saved_activations="int8"), "needs .*saved_activations=keep"),
         (lambda: TrainingSetup(TRAINED, 8, pipeline_ranks=3), "pipeline_ranks=3: .* more than layers=2"),
         (lambda: TrainingSetup(TRAINED, 8, pipeline_chunks=2), "pipeline_chunks=2: has no effect with one"),
         (lambda: TrainingSetup(TRAINED, 8, micro_batches=0), "micro_batches=0"),
@@ -278,7 +281,7 @@ def predicted_bytes(config: TrainConfig) -> float:
     peak = training_bytes(TrainingSetup(
         shape, config.tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
         saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
-        tiled_mlp_tokens=config.tiled_mlp_tokens or 0,
+        tiled_mlp_tokens=config.tiled_mlp_tokens or 0, head_groups=config.head_groups,
     )).peak  # fmt: skip
     return peak.total - peak.parameters - peak.optimizer
 
@@ -292,6 +295,8 @@ def predicted_bytes(config: TrainConfig) -> float:
         {"tiled_mlp_tokens": 64, "recompute": "full"}, {"recompute": "offloaded"},
         {"recompute": "full", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
         {"recompute": "offloaded", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
+        {"head_groups": 2}, {"head_groups": 2, "recompute": "selective"}, {"head_groups": 2, "recompute": "full"},
+        {"head_groups": 2, "recompute": "offloaded", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
     ],
     ids=str,
 )  # fmt: skip
@@ -307,10 +312,12 @@ def test_predicted_peaks_match_measured_peaks(change: dict[str, Any], monkeypatc
 
 
 def test_differing_losses_stop_the_benchmark() -> None:
-    def record(optimizer: str, *losses: float) -> dict[str, Any]:
-        return {"optimizer": optimizer, "by_rank": [{"losses": [5.0, 4.0]}, {"losses": list(losses)}]}
+    plain = {"is_long": False}
 
-    first = {"optimizer": "adamw", "by_rank": [{"losses": [5.0, 4.0]}]}
+    def record(optimizer: str, *losses: float) -> dict[str, Any]:
+        return {**plain, "optimizer": optimizer, "by_rank": [{"losses": [5.0, 4.0]}, {"losses": list(losses)}]}
+
+    first = {**plain, "optimizer": "adamw", "by_rank": [{"losses": [5.0, 4.0]}]}
     training_memory.check_losses([first, record("adamw", 5.00001, 4.0)], "right")
     training_memory.check_losses([first, record("sgd", 5.0, 4.9)], "right")
     for wrong in (record("adamw", 5.0, 4.001), record("sgd", 5.001, 4.0), record("adamw", float("nan"), 4.0)):
@@ -331,7 +338,7 @@ def test_training_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for record in data["runs"]:
         largest = max(rank["resident_bytes"] for rank in record["by_rank"])
         assert record["predicted_bytes"] == pytest.approx(largest, rel=0.1)
-    assert "predicted / resident" in (tmp_path / "training_memory.md").read_text()
+    assert "predicted / storages" in (tmp_path / "training_memory.md").read_text()
 
 
 # --- longest sequence and smallest ring ------------------------------------------------------------------------------
@@ -413,7 +420,23 @@ def test_advice_ends_with_the_first_setting_that_fits() -> None:
         run, tokens=3 * 10**6, recompute="full", chunked_loss_tokens=512, zero_stage=3, offload="parameters",
         tiled_mlp_tokens=512,
     )  # fmt: skip
-    assert [step.switch.value for step in advice(with_savings, machine)] == ["offloaded"]
+    assert [step.switch.value for step in advice(with_savings, machine)] == [8, "offloaded"]
+
+
+def test_the_longest_sequence_of_llama_8b_on_eight_h100() -> None:
+    """The longest sequence of Llama-3 8B on 8 H100 is more than 6 million tokens, and most of it is due to the groups.
+
+    The run has all settings that save memory and do not round, and leaves the default reserve free.
+    """
+    run = TrainingSetup(
+        model_shape("llama3-8b"), 6 * 10**6, 8, zero_stage=3, recompute="offloaded", chunked_loss_tokens=1024,
+        tiled_mlp_tokens=4096, gradients_kept=False, framework_bytes=GIB, head_groups=8,
+    )  # fmt: skip
+    memory_bytes = (1 - 0.124) * hardware("h100").memory_bytes
+    assert longest_tokens(run, memory_bytes) > 8 * 10**6
+    assert longest_tokens(replace(run, head_groups=1), memory_bytes) < 3 * 10**6
+    steps = advice(replace(run, head_groups=1), hardware("h100"))
+    assert [step.switch.key for step in steps] == ["head_groups"]
 
 
 def test_flops_of_a_step_by_hand() -> None:
@@ -424,6 +447,10 @@ def test_flops_of_a_step_by_hand() -> None:
     assert attention_flops(run) == 4 * 4096 * pairs * 32
     assert compute_flops(run) == 3 * products + 3.5 * attention_flops(run)
     layers = products - 2 * 32000 * 4096 * 4096
+    projections = 2 * 3 * 4096**2 * 4096 * 32
+    grouped = {mode: compute_flops(replace(run, recompute=mode, head_groups=2)) for mode in ("none", "full")}
+    assert grouped["none"] == compute_flops(run) + projections
+    assert grouped["full"] == compute_flops(replace(run, recompute="full")) + projections
     extra = {mode: compute_flops(replace(run, recompute=mode)) - compute_flops(run) for mode in ("selective", "full")}
     assert extra == {"selective": layers, "full": layers + attention_flops(run)}
 

@@ -35,7 +35,8 @@ PLAN_CASES = {
     "zero_stage": "zero_stage=1", "zero_degree": "zero_stage=1 zero_degree=2", "tensor_ranks": "tensor_ranks=2",
     "pipeline_ranks": "pipeline_ranks=2", "pipeline_chunks": "pipeline_ranks=2 pipeline_chunks=2",
     "micro_batches": "micro_batches=2", "offload": "offload=optimizer",
-    "chunked_loss_tokens": "chunked_loss_tokens=512", "tiled_mlp_tokens": "tiled_mlp_tokens=512", "data": "data=whole",
+    "chunked_loss_tokens": "chunked_loss_tokens=512", "tiled_mlp_tokens": "tiled_mlp_tokens=512",
+    "head_groups": "head_groups=2", "data": "data=whole",
     "gradients_kept": "gradients_kept=false", "transients": "transients=false",
 }  # fmt: skip
 
