@@ -84,6 +84,7 @@ def prepare(
     tiled_mlp: int | None = None,
     chunked_loss: int | None = None,
     offload_checkpoints: bool = False,
+    head_groups: int | None = None,
     shard_images: bool = False,
     encoder: EncoderName | None = None,
 ) -> Any:
@@ -103,6 +104,8 @@ def prepare(
             tokens at once, without recomputation.
         chunked_loss: With labels, the number of tokens whose logits exist at a time; no logits are returned. None: all.
         offload_checkpoints: Checkpoint the layers and keep their inputs in host memory.
+        head_groups: The number of groups of K/V heads that each layer attends with, one after another. It divides the
+            K/V heads. Calls with gradients need use_cache=False. None: all heads at once.
         shard_images: Run the tower of each rank on some of the images, and gather the features. Every rank still gets
             the pixels of all images.
         encoder: How the encoder of an encoder-decoder runs. sharded: its tokens are sharded over `seq.encoder`.
@@ -117,7 +120,8 @@ def prepare(
             `encoder` is given for a model other than an encoder-decoder.
         UnsupportedError: The model's attention cannot be set or adds ALiBi itself, the model has a text encoder with a
             separate configuration, or its PEFT adapters do not work on one token at a time. With `tiled_mlp`: its
-            feed-forwards are experts. With `chunked_loss`: its loss is not transformers' loss of causal models. With
+            feed-forwards are experts. With `head_groups`: an attention module
+            cannot be divided by heads. With `chunked_loss`: its loss is not transformers' loss of causal models. With
             `shard_images`: images in this model are not supported. See also `register`.
 
     Example:
@@ -131,9 +135,9 @@ def prepare(
     if has_encoder:
         refuse_encoder_decoder(model)
         encoder = choose_encoder(model, encoder)
-        if tiled_mlp is not None or chunked_loss is not None or offload_checkpoints:
+        if offload_checkpoints or any(option is not None for option in (tiled_mlp, chunked_loss, head_groups)):
             raise UnsupportedError(
-                f"tiled_mlp, chunked_loss and offload_checkpoints were not compared with one process for "
+                f"tiled_mlp, chunked_loss, head_groups and offload_checkpoints were not compared with one process for "
                 f"{type(model).__name__}, an encoder-decoder; leave them out"
             )
     elif encoder is not None:
@@ -172,5 +176,5 @@ def prepare(
     if shard_images:
         shard_images_of(model)
     # This comes last, because it wraps the forward and the loss that `watch` has set.
-    save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints)
+    save_memory(model, tiled_mlp, chunked_loss, offload_checkpoints, head_groups)
     return whole

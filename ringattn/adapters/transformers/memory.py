@@ -1,8 +1,8 @@
 """Less memory in training for models of transformers: tiled feed-forwards, a loss in chunks, checkpoints on the host.
 
 These are the options `prepare(model, tiled_mlp=..., chunked_loss=..., offload_checkpoints=...)`. They cover the methods
-of Arctic Long Sequence Training (arXiv:2506.13996). With labels, a model with `chunked_loss` returns its loss but no
-logits, because the logits of all tokens never exist at the same time.
+of Arctic Long Sequence Training (arXiv:2506.13996). `head_groups=...` is in `head_groups`. With labels, a model with
+`chunked_loss` returns its loss but no logits, because the logits of all tokens never exist at the same time.
 
 Guarantees: loss and gradients equal those without the options up to rounding, or the option is refused by name. float64
 is kept, while transformers' own loss rounds logits to float32.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
+from ringattn.adapters.transformers.head_groups import grouped_attention
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.integers import whole_number
 from ringattn.layers.tiled import Tiling, check_device, inputs_on_host, tiled
@@ -39,13 +40,17 @@ class Saving:
     tiled_mlp: int | None
     chunked_loss: int | None
     offload_checkpoints: bool
+    head_groups: int | None
 
 
+NO_SAVING = Saving(None, None, False, None)
 SAVING = "ringattn_saving"
 """The attribute of a prepared model with its `Saving`. Copies of the model keep it."""
 
 
-def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, offload_checkpoints: bool) -> None:
+def save_memory(
+    model: Any, tiled_mlp: int | None, chunked_loss: int | None, offload_checkpoints: bool, head_groups: int | None
+) -> None:
     """Set the memory options of `transformers.prepare` in a model, in place. Options of an earlier call stay.
 
     Raises `InputError` for numbers below 1 or different from an earlier call, and `UnsupportedError` if the model does
@@ -56,15 +61,21 @@ def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, off
         tiled_mlp = whole_number(tiled_mlp, needed.format("tiled_mlp"), 1)
     if chunked_loss is not None:
         chunked_loss = whole_number(chunked_loss, needed.format("chunked_loss"), 1)
-    before = getattr(model, SAVING, Saving(None, None, False))
+    if head_groups is not None:
+        head_groups = whole_number(head_groups, "head_groups must be a number of groups, at least 1, or None", 1)
+    before = getattr(model, SAVING, NO_SAVING)
     saving = Saving(tiled_mlp or before.tiled_mlp, chunked_loss or before.chunked_loss,
-                    offload_checkpoints or before.offload_checkpoints)  # fmt: skip
-    for name in ("tiled_mlp", "chunked_loss"):
+                    offload_checkpoints or before.offload_checkpoints, head_groups or before.head_groups)  # fmt: skip
+    for name in ("tiled_mlp", "chunked_loss", "head_groups"):
         old = getattr(before, name)
         if old is not None and old != getattr(saving, name):
             raise InputError(f"{name}={getattr(saving, name)}: this model was prepared with {name}={old}")
     parts = _feed_forwards(model) if saving.tiled_mlp and not before.tiled_mlp else []
     chunks = ChunkedLoss(model, saving.chunked_loss) if saving.chunked_loss and not before.chunked_loss else None
+    groups = saving.head_groups or 1
+    attention = grouped_attention(model, groups) if groups > 1 and not before.head_groups else []
+    for module, forward in attention:
+        module.forward = forward
     for part in parts:  # changes begin here, after all refusals, so a refused model is unchanged
         part.forward = TiledForward(part.forward, part, tiled_mlp or 0)
     if chunks is not None:
@@ -76,7 +87,7 @@ def save_memory(model: Any, tiled_mlp: int | None, chunked_loss: int | None, off
 
 def refuse_logits(model: Any, what: str) -> None:
     """Raise `UnsupportedError` for `what`, which needs logits, if the model returns none when it gets labels."""
-    if getattr(model, SAVING, Saving(None, None, False)).chunked_loss is not None:
+    if getattr(model, SAVING, NO_SAVING).chunked_loss is not None:
         raise UnsupportedError(
             f"{what} needs logits, but this model was prepared with chunked_loss and returns none with labels; leave "
             "one of the two out"
