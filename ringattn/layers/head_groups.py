@@ -90,11 +90,11 @@ def _product(outs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Ten
     count = len(parts[0])
     tiles = [slice(start, start + PRODUCT_ROWS) for start in range(0, max(1, count), PRODUCT_ROWS)]
     if torch.is_grad_enabled() or len(tiles) == 1:
-        return F.linear(torch.cat(parts, -1), weight, bias).view(*shape[:-1], -1)
+        return F.linear(torch.cat(parts, -1), weight, bias).view(*shape[:-1], len(weight))
     product = parts[0].new_empty(count, len(weight))
     for tile in tiles:
         product[tile] = F.linear(torch.cat([part[tile] for part in parts], -1), weight, bias)
-    return product.view(*shape[:-1], -1)
+    return product.view(*shape[:-1], len(weight))
 
 
 class _Call:

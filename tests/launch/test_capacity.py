@@ -295,7 +295,8 @@ def predicted_bytes(config: TrainConfig) -> float:
         {"tiled_mlp_tokens": 64, "recompute": "full"}, {"recompute": "offloaded"},
         {"recompute": "full", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
         {"recompute": "offloaded", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
-        {"head_groups": 2}, {"head_groups": 2, "recompute": "selective"}, {"head_groups": 2, "recompute": "full"},
+        *(pytest.param({"head_groups": 2, "recompute": recompute}, marks=pytest.mark.slow)
+          for recompute in ("none", "selective", "full")),
         {"head_groups": 2, "recompute": "offloaded", "tiled_mlp_tokens": 64, "chunked_loss_tokens": 64},
     ],
     ids=str,
@@ -423,6 +424,7 @@ def test_advice_ends_with_the_first_setting_that_fits() -> None:
     assert [step.switch.value for step in advice(with_savings, machine)] == [8, "offloaded"]
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_of_llama_8b_on_eight_h100() -> None:
     """The longest sequence of Llama-3 8B on 8 H100 is more than 6 million tokens, and most of it is due to the groups.
 

@@ -26,7 +26,7 @@ from ringattn.launch.train.data import BatchPart
 from ringattn.launch.train.model import EIGHT_BIT, SavedActivations, Transformer, pack_rows, unpack_rows
 from ringattn.layers import tiled
 from ringattn.testing import run_ranks
-from tests.launch.training import TINY, run, same
+from tests.launch.training import TINY, alone, run, same
 
 EXACT: list[dict[str, Any]] = [
     {"recompute": "selective"},
@@ -37,8 +37,12 @@ EXACT: list[dict[str, Any]] = [
     {"tiled_mlp_tokens": 7},
     {"tiled_mlp_tokens": 1000, "recompute": "selective"},
     {"tiled_mlp_tokens": 7, "recompute": "full", "chunked_loss_tokens": 7},
+]
+GROUPED: list[dict[str, Any]] = [
     {"head_groups": 2},
+    {"head_groups": 2, "recompute": "selective"},
     {"head_groups": 2, "recompute": "full", "chunked_loss_tokens": 7, "tiled_mlp_tokens": 7},
+    {"head_groups": 2, "pack_documents": True, "separator": "\n"},
 ]
 STEP = {"int8": 1 / 127, "fp8": 1 / 16}
 """The relative rounding step of the format: of a row's largest element in int8, of each element in e4m3 (2**-3 / 2)."""
@@ -58,11 +62,20 @@ def test_exact_switches_do_not_change_losses(plain: dict[str, Any], world_size: 
     same(run(replace(TINY, **change), world_size), plain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("change", GROUPED)
+def test_groups_of_heads_do_not_change_losses(world_size: int, change: dict[str, Any]) -> None:
+    config = replace(TINY, **change)
+    same(run(config, world_size), alone(config))
+
+
 def test_switches_work_on_ranks_without_tokens() -> None:
     few = replace(TINY, tokens=3, layout="contiguous")
     same(run(replace(few, recompute="full", chunked_loss_tokens=1, tiled_mlp_tokens=1), 5), run(few, 1))
     packed = replace(few, saved_activations="int8")
     same(run(packed, 5), run(packed, 1))
+    same(run(replace(few, steps=1, head_groups=2), 5), run(replace(few, steps=1), 1))
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
