@@ -76,17 +76,17 @@ def compare(world_size: int, groups: int, again: bool, batch: int = 2, frozen: s
 
     def of_rank(ring: Ring) -> tuple[Any, ...]:
         part, seq = copy.deepcopy(shared), ring.sequence(DOCUMENTS[-1], cu_seqlens=DOCUMENTS)
-        mine = seq.shard(x.detach()).requires_grad_(needs_x)
+        shard = seq.shard(x.detach()).requires_grad_(needs_x)
 
         def run(x: Tensor) -> Tensor:
             return part.ring(x, seq, groups)
 
         ring.reset_counters()
-        out = checkpoint(run, mine, use_reentrant=False) if again else run(mine)
+        out = checkpoint(run, shard, use_reentrant=False) if again else run(shard)
         (out * seq.shard(weight)).sum().backward()
         grads = {name: parameter.grad for name, parameter in part.named_parameters() if parameter.grad is not None}
         ring.all_reduce(list(grads.values()))
-        dx = seq.gather(mine.grad) if needs_x else None
+        dx = seq.gather(shard.grad) if needs_x else None
         return seq.gather(out.detach()), dx, grads, ring.counters()["passes"]
 
     reference = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}

@@ -67,10 +67,10 @@ def _kv_heads(module: Any) -> int:
     if "forward" in vars(module):
         raise refused("has a forward that was replaced")
     head_dim = getattr(module, "head_dim", None)
-    known = {f"{name}.{kind}" for name in (*PROJECTIONS, OUTPUT) for kind in ("weight", "bias")}
+    of_projections = {f"{name}.{kind}" for name in (*PROJECTIONS, OUTPUT) for kind in ("weight", "bias")}
     for name, parameter in module.named_parameters():
         is_norm = name.partition(".")[0] in NORMS and parameter.shape == (head_dim,)
-        if name not in known and not is_norm:
+        if name not in of_projections and not is_norm:
             raise refused(f"has the parameter {name}, which may not belong to single heads")
     q, k, v, out = (getattr(module, name) for name in (*PROJECTIONS, OUTPUT))
     if not head_dim or q.out_features != out.in_features or k.out_features != v.out_features:
