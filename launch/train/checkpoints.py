@@ -56,9 +56,9 @@ RUN = "run.json"
 KEPT = 2
 MAY_CHANGE = frozenset({
     "ranks", "replicas", "micro_batch", "sharding", "layout", "schedule", "engine", "transport", "threads_per_rank",
-    "recompute", "saved_activations", "chunked_loss_tokens", "tiled_mlp_tokens", "steps", "learning_rate",
-    "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "limit_s", "tokenizer", "out", "checkpoint_every_steps",
-    "resume", "restarts", "max_tokens_per_rank",
+    "recompute", "saved_activations", "chunked_loss_tokens", "tiled_mlp_tokens", "head_groups", "steps",
+    "learning_rate", "warmup_steps", "clip_norm", "nonfinite", "timeout_s", "limit_s", "tokenizer", "out",
+    "checkpoint_every_steps", "resume", "restarts", "max_tokens_per_rank",
 })  # fmt: skip
 """Keys in which a run may differ from the run that it resumes. All other keys must be equal: they determine the model,
 its optimizer or the data."""

@@ -65,7 +65,7 @@ def route_named(name: str, ranks: int | None = None) -> Route:
     if word not in ROUTES or (colon and (word not in NUMBERED or number is None)):
         numbered = ", ".join(f"{schedule_name}:{ROUTES[schedule_name].parameter}" for schedule_name in NUMBERED)
         near = get_close_matches(word, ("auto", *ROUTES), 1)
-        meant = f"; did you mean {near[0]}?" if near and word not in ROUTES else ""
+        meant = f"; did you mean {near[0]}?" if near and near[0] != word else ""
         raise InputError(
             f"schedule={name!r} is not known{meant}; choose auto or one of {', '.join(ROUTES)}, or {numbered} for "
             "inner rings or groups of M ranks"

@@ -18,8 +18,10 @@ import ringattn
 from ringattn import masks
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.adapters.torch_ops import ring_attention
-from ringattn.core.layout import PLACED, make_layout
+from ringattn.core.layout import PLACED, causal_documents, make_layout
 from ringattn.core.mask import make_mask
+from ringattn.planner.cluster import REFERENCE
+from ringattn.planner.layouts import suits_at_once
 from tests.fuzz import inputs, reference
 from tests.fuzz.draw import Case
 
@@ -75,7 +77,8 @@ def owned(seq: Case, case: Case) -> list[Tensor]:
             length, length, causal=seq["for_"] == "causal" and mask.takes_causal, mask=mask, documents=cuts,
             kv_documents=cuts, q_heads=mask.q_heads or 1,
         )  # fmt: skip
-        at_once = placed_for(seq) in ("all_gather", "node_gather")
+        placed_mask = causal_documents(cuts) if placed is None else placed
+        at_once = suits_at_once(placed_mask, length, ranks, placed_for(seq), REFERENCE)
         layout = make_layout(
             seq["layout"], length, ranks, cuts, at_once=at_once, mask=placed,
             ranks_per_node=per_node if 1 < per_node < ranks and ranks % per_node == 0 else 0,
