@@ -57,14 +57,9 @@ def attend(
 
 
 def apply_attention(
-    ring: Runtime,
-    call: AttentionCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
+    ring: Runtime, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     result: PassResult | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) of a call that all ranks agreed on. They carry a graph if any rank needs gradients.
 
     `result`: the result of the forward pass. None: the pass runs here.

@@ -103,18 +103,18 @@ NO_VARIABLE = {"CUDA", "NCCL", "GROUP", "GROUPS"}
 
 
 def described_twice(source: str) -> list[str]:
-    """Return the names that a class lists under "Attributes" and defines with a docstring of their own.
+    """Return the names that a class lists under "Attributes" and also defines with a docstring.
 
     The site would describe each of them twice, and Sphinx refuses that.
     """
-    found = []
+    names = []
     for body in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
         listed = re.findall(
             r"^    (\w+): ", (ast.get_docstring(body) or "").partition("Attributes:\n")[2], re.MULTILINE
         )
         methods = {node.name for node in body.body if isinstance(node, ast.FunctionDef) and ast.get_docstring(node)}
-        found += [f"{body.name}.{name}" for name in listed if name in methods]
-    return found
+        names += [f"{body.name}.{name}" for name in listed if name in methods]
+    return names
 
 
 def test_no_attribute_is_described_twice() -> None:

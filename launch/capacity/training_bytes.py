@@ -30,6 +30,7 @@ from ringattn.errors import InputError, one_of
 from ringattn.launch.calls import schedule_option
 from ringattn.launch.capacity.model_shapes import ModelShape, Share, in_flight, share_of
 from ringattn.launch.options import MOST, check_limits, option
+from ringattn.launch.train.config import PROJECTION_ROWS
 from ringattn.planner.choose import choose_route, plan_of
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -429,9 +430,6 @@ TOKEN_BYTES = 8
 
 QUANTIZED_BLOCK = 256
 """Elements that share one float32 scale in 8-bit optimizer states (bitsandbytes and torchao)."""
-
-PROJECTION_ROWS = 1024
-"""Tokens of a group of heads that `ringattn train` normalizes and projects at a time."""
 
 GATHERED_LAYERS = 2
 """Layers whose whole weights a rank has under ZeRO 3: the one that runs, and the next, which is being gathered."""

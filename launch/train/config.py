@@ -19,6 +19,8 @@ NONFINITE = ("stop", "skip")
 RECOMPUTE = ("none", "selective", "full", "offloaded")
 SAVED_ACTIVATIONS = ("keep", "offload", "int8", "fp8")
 SHARDING = ("none", "zero2", "zero3")
+PROJECTION_ROWS = 1024
+"""Tokens of a group of heads that the model normalizes and projects at a time."""
 OPTIMIZERS: dict[str, dict[str, str]] = {
     "adamw": {"torch": "torch.optim:AdamW"},
     "sgd": {"torch": "torch.optim:SGD"},

@@ -39,15 +39,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring
 from ringattn.engine.base import accumulator_dtype
-from ringattn.launch.train.config import ModelConfig, head_dim, optimizer_source
+from ringattn.launch.train.config import PROJECTION_ROWS, ModelConfig, head_dim, optimizer_source
 from ringattn.launch.train.mesh import join_process_group
 from ringattn.layers.head_groups import HeadGroups, in_head_groups
 from ringattn.layers.projection import project_qkv
 from ringattn.layers.rotary import Rope
 from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
-
-PROJECTION_ROWS = 1024
-"""Tokens of a group of heads that are normalized and projected at a time."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention: from q (batch, tokens, heads, head_dim) and k, v (batch, tokens, kv_heads, head_dim), the output,

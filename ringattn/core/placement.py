@@ -109,7 +109,7 @@ def placed_at_once(
     """Return a placement of `length` tokens with this mask: over the nodes first, then over the ranks of each node.
 
     Of all even placements that the search tries, it is the one that sends the fewest rows. Inside one of several nodes,
-    the rows of the busiest rank count as much as all rows: its links carry rows for other nodes too.
+    the rows of the busiest rank count as much as all rows, and rows that it sends to other nodes count `ACROSS` times.
     `ranks_per_node`: each node has this number of neighbouring ranks; 0 if there is one node. `even`: the largest ratio
     of pairs to the mean that counts as even, of nodes and of the ranks of a node. `fills`: the number of tries of the
     search, times ranks.
@@ -123,7 +123,7 @@ def placed_at_once(
     cost = nodes * (items + RANK_ITEMS) + ranks * (items // nodes + RANK_ITEMS)
     fills = fills // (nodes + 1) if cost <= 2 * MOST_FILLED else 0
     of_nodes = _at_once(areas, nodes, even, fills).shards()
-    # Otherwise counting what each node sends to all others takes longer than all the rest.
+    # For more nodes and items, counting the rows that each node sends to the others takes most of the time.
     counts_others = nodes * (items + nodes) <= MOST_FILLED
     shards: list[tuple[Piece, ...]] = []
     for node, tokens in enumerate(of_nodes):

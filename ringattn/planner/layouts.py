@@ -32,8 +32,8 @@ Beyond this, schedules that hide their messages behind steps are predicted faste
 0025)."""
 
 RECEIVED_UNKNOWN = 1.0
-"""The same on unknown machines, where bytes decide. Up to this limit, tokens placed at once send half of the bytes and
-messages of tokens placed for steps (decision 0058)."""
+"""The same on unknown machines, where bytes decide. Up to this limit, tokens placed at once send half of the bytes of
+tokens placed for steps, in fewer messages (decision 0058)."""
 
 
 def suits_at_once(mask: Mask, length: int, ranks: int, schedule: str, machines: Cluster) -> bool:

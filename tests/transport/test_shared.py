@@ -355,7 +355,7 @@ def test_a_disagreement_is_raised_as_such_on_all_ranks() -> None:
             group.fail(DisagreementError("two ends differ"))
         with pytest.raises(RingError, match="two ends differ") as caught:
             gather_until_failure(group)
-        through.wait(10.0)  # no rank closes while another has not been told of the failure
+        through.wait(10.0)  # no rank closes before all have seen the failure
         return caught.type
 
     assert set(on_ranks(body).values()) == {DisagreementError}

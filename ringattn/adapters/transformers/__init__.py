@@ -120,9 +120,9 @@ def prepare(
             `encoder` is given for a model other than an encoder-decoder.
         UnsupportedError: The model's attention cannot be set or adds ALiBi itself, the model has a text encoder with a
             separate configuration, or its PEFT adapters do not work on one token at a time. With `tiled_mlp`: its
-            feed-forwards are experts. With `head_groups`: an attention module
-            cannot be divided by heads. With `chunked_loss`: its loss is not transformers' loss of causal models. With
-            `shard_images`: images in this model are not supported. See also `register`.
+            feed-forwards are experts. With `head_groups`: an attention module cannot be divided by heads. With
+            `chunked_loss`: its loss is not transformers' loss of causal models. With `shard_images`: images in this
+            model are not supported. See also `register`.
 
     Example:
         model = prepare(AutoModelForCausalLM.from_pretrained(name))
