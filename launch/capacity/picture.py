@@ -45,7 +45,10 @@ def draw_capacity(figures: dict[str, Any], path: str | Path) -> None:
 
 
 def capacity_figure(figures: dict[str, Any]) -> Figure:
-    """Return the picture: a bar for the run, a bar with all suggested settings, a line at the accelerator's memory."""
+    """Return the picture: a bar for the run, a bar with all suggested settings, a line at the accelerator's memory.
+
+    A dashed line is at the memory without the reserve, which must stay free.
+    """
     bars = {"as given": figures["bytes_by_component"]}
     if figures["steps"]:
         bars["with the suggested settings"] = figures["after_steps"]["bytes_by_component"]
@@ -59,8 +62,11 @@ def capacity_figure(figures: dict[str, Any]) -> Figure:
     ax.set_xlim(0, 1.15 * max(limit, *totals))
     ax.set_ylim(len(bars) - 0.55, -0.75)
     ax.axvline(limit, color=LIMIT, linewidth=1.5, zorder=1)
-    ax.annotate(f"memory of an accelerator: {limit:,.0f} GiB", (limit, 1.0), xycoords=("data", "axes fraction"),
-                color=LIMIT, ha="center", va="bottom", fontsize=9)  # fmt: skip
+    reserve = figures["reserve_bytes"] / GIB
+    ax.axvline(limit - reserve, color=LIMIT, linewidth=1.0, linestyle="--", zorder=1)
+    free = f", {reserve:,.1f} must stay free" if reserve else ""
+    ax.annotate(f"memory: {limit:,.0f} GiB{free}", (limit, 1.0), xycoords=("data", "axes fraction"), color=LIMIT,
+                ha="center", va="bottom", fontsize=9)  # fmt: skip
     rows = []
     for row, parts in enumerate(bars.values()):
         segments, left = [], 0.0
@@ -91,7 +97,8 @@ def capacity_figure(figures: dict[str, Any]) -> Figure:
 
 def _write_total(ax: Axes, row: int, total: float, limit: float) -> None:
     """Write the total to the right of the bar, or to the right of the memory line if the text would cover the line."""
-    text = ax.text(total, row, f"{total:,.1f} GiB", fontsize=10, color=INK, va="center")
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    text = ax.text(total, row, f"{total:,.1f} GiB", fontsize=10, color=INK, va="center", bbox=box)
     pad, width = _gib(ax, PAD), _gib_width(ax, text)
     start = total + pad
     text.set_x(limit + pad if total <= limit < start + width + pad else start)
