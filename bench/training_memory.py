@@ -21,8 +21,9 @@ from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.bench.storage_meter import StorageMeter
+from ringattn.launch.capacity.account import training_bytes
 from ringattn.launch.capacity.model_shapes import ModelShape
-from ringattn.launch.capacity.training_bytes import TrainingSetup, training_bytes
+from ringattn.launch.capacity.training_bytes import TrainingSetup
 from ringattn.launch.train.config import load_train
 from ringattn.launch.train.loop import train
 from ringattn.layers import tiled

@@ -19,7 +19,8 @@ GIB = 2**30
 class Reached:
     """Rates that kernels and links reach: FLOP/s of matrix products and attention, bytes per second one way.
 
-    `machine` is the number of ranks in one machine, which `link` connects; `network` connects machines.
+    `machine` is the number of ranks in one machine, which `link` connects; `network` connects machines. `copy_bytes_s`
+    is the rate of the accelerator's memory, or None if no figure is used.
     """
 
     products: float
@@ -29,6 +30,7 @@ class Reached:
     network_bytes_s: float
     machine: int
     source: str
+    copy_bytes_s: float | None = None
 
 
 def reached(products: float, source: str, cluster: Cluster) -> Reached:
@@ -36,7 +38,7 @@ def reached(products: float, source: str, cluster: Cluster) -> Reached:
     return Reached(
         products, cluster.flops, cluster.backward_flops or cluster.flops, cluster.bandwidth,
         cluster.node_bandwidth or cluster.bandwidth, cluster.ranks_per_node or 8,
-        f"matrix products: {source}; attention and links: {cluster.source}",
+        f"matrix products: {source}; attention and links: {cluster.source}", cluster.copy_bytes_s,
     )  # fmt: skip
 
 

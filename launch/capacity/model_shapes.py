@@ -35,7 +35,8 @@ class ModelShape:
 
     `head_size` is the number of elements of one head; 0 stands for width / heads. With `experts`, a router sends each
     token to `experts_per_token` feed-forwards of width `ffn`, and each token also passes through the `shared_experts`.
-    With 0 experts there is one feed-forward. Positions are rotary and have no parameters, because a learned table
+    With 0 experts there is one feed-forward. `head_norms`: queries and keys are normalized per head, which only the
+    memory of other stacks counts. Positions are rotary and have no parameters, because a learned table
     would limit the length of a sequence. Raises `InputError` if sizes contradict each other.
     """
 
@@ -51,6 +52,7 @@ class ModelShape:
     experts: int = 0
     experts_per_token: int = 0
     shared_experts: int = 0
+    head_norms: bool = False
 
     def __post_init__(self) -> None:
         """Raise `InputError` if sizes contradict each other."""
@@ -167,14 +169,20 @@ PRESETS: dict[str, ModelShape] = {
     "405B": ModelShape(126, 16384, 128, 8, 53248, 128256, False),
     "llama3-8b": ModelShape(32, 4096, 32, 8, 14336, 128256, False),
     "llama3-70b": ModelShape(80, 8192, 64, 8, 28672, 128256, False),
-    "qwen3-4b": ModelShape(36, 2560, 32, 8, 9728, 151936, True, head_size=128),
+    "qwen3-0.6b": ModelShape(28, 1024, 16, 8, 3072, 151936, True, head_size=128, head_norms=True),
+    "qwen3-4b": ModelShape(36, 2560, 32, 8, 9728, 151936, True, head_size=128, head_norms=True),
+    "qwen3-8b": ModelShape(36, 4096, 32, 8, 12288, 151936, False, head_size=128, head_norms=True),
+    "qwen3-32b": ModelShape(64, 5120, 64, 8, 25600, 151936, False, head_size=128, head_norms=True),
     "mixtral-8x7b": ModelShape(32, 4096, 32, 8, 14336, 32000, False, experts=8, experts_per_token=2),
-    "qwen3-30b-a3b": ModelShape(48, 2048, 32, 4, 768, 151936, False, head_size=128, experts=128, experts_per_token=8),
+    "qwen3-30b-a3b": ModelShape(
+        48, 2048, 32, 4, 768, 151936, False, head_size=128, experts=128, experts_per_token=8, head_norms=True
+    ),
 }
 """125M to 1.3B: GPT-3's table 2.1. Its 1.3B lists 24 heads of 128, which is not 2048 wide; 16 heads are meant.
 7B, 13B: LLaMA (arXiv:2302.13971, table 2, and its released configurations for the feed-forward); 70B: Llama 2
 (arXiv:2307.09288, table 1: 8 K/V heads); 405B and llama3-*: Llama 3 (arXiv:2407.21783, table 3). qwen3-*, mixtral-*:
-their released configurations; norms of queries and keys (Qwen3: 2 of 128 a layer) are left out."""
+their released configurations; the weights of norms of queries and keys (Qwen3: 2 of
+128 a layer) are left out."""
 
 
 def model_shape(name: str) -> ModelShape:

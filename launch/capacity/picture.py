@@ -51,7 +51,7 @@ def capacity_figure(figures: dict[str, Any]) -> Figure:
     """
     bars = {"as given": figures["bytes_by_component"]}
     if figures["steps"]:
-        bars["with the suggested settings"] = figures["after_steps"]["bytes_by_component"]
+        bars["with the\nsuggested settings"] = figures["after_steps"]["bytes_by_component"]
     names = [name for name in figures["bytes_by_component"]
              if any(bar[name] > VISIBLE * sum(bar.values()) for bar in bars.values())]  # fmt: skip
     of_index = plt.get_cmap("tab10")

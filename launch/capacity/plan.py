@@ -17,7 +17,8 @@ from rich.console import Console
 
 from ringattn.errors import InputError
 from ringattn.launch.capacity import hardware as machines
-from ringattn.launch.capacity.hardware import GIB, Hardware
+from ringattn.launch.capacity.account import training_bytes
+from ringattn.launch.capacity.hardware import GIB, Hardware, Reached
 from ringattn.launch.capacity.model_shapes import BLOCKS, PRESETS, ModelShape, model_shape
 from ringattn.launch.capacity.search import (
     Advice,
@@ -28,13 +29,13 @@ from ringattn.launch.capacity.search import (
     smallest_ring,
     with_steps,
 )
-from ringattn.launch.capacity.step_time import StepTime, estimate
+from ringattn.launch.capacity.stacks import STACKS
+from ringattn.launch.capacity.step_time import StepTime, estimate, rates_of
 from ringattn.launch.capacity.training_bytes import (
     KINDS,
     AttentionSetup,
     TrainingSetup,
     TrainingSwitches,
-    training_bytes,
 )
 from ringattn.launch.config import load
 from ringattn.launch.folders import json_output, writing
@@ -94,6 +95,7 @@ class PlanConfig(TrainingSwitches, PlannedCall):
     experts: int | None = option(None, "override: experts per layer; 0: one feed-forward", least=0, most=MOST)
     experts_per_token: int | None = option(None, "override: experts that process a token", least=0, most=MOST)
     shared_experts: int | None = option(None, "override: experts that process every token", least=0, most=MOST)
+    head_norms: bool | None = option(None, "override: queries and keys are normalized per head, as in Qwen3")
     vocabulary: int | None = option(None, "override: size of the vocabulary", least=1, most=MOST)
     tied: bool | None = option(None, "override: the output layer shares the embedding's weights")
     block: str | None = option(
@@ -115,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
     machine = machine_of(config)
     if config.recommended:
         keys = {word.partition("=")[0] for word in argv}
-        config = replace(config, **{key: value for key, value in machine.start if key not in keys})
+        start = recommended_settings(machine, config.stack)
+        config = replace(config, **{key: value for key, value in start.items() if key not in keys})
     with json_output(config.json) as write:
         with Console(stderr=True).status("searching for the longest sequence and the smallest ring that fit"):
             figures = plan(config, machine)
@@ -130,6 +133,16 @@ def main(argv: Sequence[str]) -> int:
     return 0 if figures["fits"] else 1
 
 
+def recommended_settings(machine: Hardware, stack: str) -> dict[str, Any]:
+    """Return the settings that are recommended for the accelerator, as far as the stack has them."""
+    start = dict(machine.start)
+    if stack in STACKS:
+        start["precision"] = STACKS[stack].precisions.value[0]
+        if start["recompute"] == "selective" and not STACKS[stack].selective.value:
+            start["recompute"] = "full"
+    return start
+
+
 def machine_of(config: PlanConfig) -> Hardware:
     """Return the accelerator that `config` names, with the memory, link rate and peak that its options override."""
     machine = machines.hardware(config.hardware)
@@ -142,6 +155,8 @@ def machine_of(config: PlanConfig) -> Hardware:
 
 def shape_of(config: PlanConfig) -> ModelShape:
     """Return the shape of the model that `config` names, with the sizes that its options override."""
+    if config.head_norms is not None and config.stack not in STACKS:
+        raise InputError(f"head_norms={config.head_norms}: has no effect with stack={config.stack}; set stack")
     keys = {size.name: "head_dim" if size.name == "head_size" else size.name for size in fields(ModelShape)}
     sizes = {name: getattr(config, key) for name, key in keys.items()}
     if sizes["head_size"] is None and (sizes["width"] or sizes["heads"]):
@@ -176,7 +191,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
     usable = replace(machine, memory_bytes=int(machine.memory_bytes * (1 - config.reserve)))
     limit = usable.memory_bytes
     smallest = smallest_ring(run, limit)
-    recommended = replace(run, **dict(machine.start))
+    recommended = replace(run, **recommended_settings(machine, run.stack))
     recommended_ring = smallest_ring(recommended, limit)
     # If no ring fits these settings, savings are suggested for the smallest ring that fits the recommended settings.
     rings = {"ranks": config.ranks, "smallest": smallest, "recommended": recommended_ring, "none": 1}
@@ -190,7 +205,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
     return {
         "model": {"name": config.preset, "parameters": run.model.parameters, **asdict(run.model)},
         "hardware": {"name": machine.name, "memory_bytes": machine.memory_bytes, "source": machine.source,
-                     "recommended": dict(machine.start), "why": machine.why,
+                     "recommended": recommended_settings(machine, run.stack), "why": machine.why,
                      "longest_tokens": longest_tokens(recommended, limit),
                      "smallest_ring": recommended_ring},
         "run": {key: value for key, value in asdict(run).items() if key != "model"},
@@ -210,7 +225,7 @@ def plan(config: PlanConfig, machine: Hardware) -> dict[str, Any]:
         "steps": [_step(step) for step in steps],
         "rounding_saves": rounding_saves(run),
         "step": _step_time(estimate(run, machine)),
-        "rates": asdict(machine.reached),
+        "rates": asdict(rates_of(run, machine)),
         "after_steps": {"step": _step_time(estimate(smaller, machine)),
                         "bytes_by_component": after.peak._asdict(), "total_bytes": after.peak.total,
                         "fits": after.peak.total <= limit,
@@ -239,7 +254,7 @@ def table(config: PlanConfig, machine: Hardware, figures: dict[str, Any]) -> str
         f"{machine.source})",
         f"{run['tokens']:,} tokens over a ring of {run['ranks']:,}: "
         f"{-(-run['tokens'] // run['ranks']):,} tokens per rank; {run['precision']}, {run['optimizer']}, "
-        f"recompute {run['recompute']}, ZeRO {run['zero_stage']}; schedule {figures['route']}",
+        f"recompute {run['recompute']}, ZeRO {run['zero_stage']}; {_runner(figures)}",
         "",
         f"{'component':<14}{'GiB per rank':>12}{'share':>8}   (at the peak: {figures['moment']})",
     ]
@@ -249,6 +264,12 @@ def table(config: PlanConfig, machine: Hardware, figures: dict[str, Any]) -> str
     if figures["host_bytes"]:
         lines.append(f"{'host memory':<14}{_gib(figures['host_bytes']):>12}")
     return "\n".join([*lines, "", *_answers(run, figures, machine), "", *_time(run, figures, machine)])
+
+
+def _runner(figures: dict[str, Any]) -> str:
+    """Return the schedule of our trainer, or the stack."""
+    stack = figures["run"]["stack"]
+    return f"stack {stack}" if stack in STACKS else f"schedule {figures['route']}"
 
 
 MOMENTS = {
@@ -301,7 +322,7 @@ def _time(run: dict[str, Any], figures: dict[str, Any], machine: Hardware) -> li
     If the run does not fit, they describe the run with all suggested settings.
     """
     with_savings = not figures["fits"] and figures["steps"]
-    step, rates = (figures["after_steps"] if with_savings else figures)["step"], machine.reached
+    step, rates = (figures["after_steps"] if with_savings else figures)["step"], Reached(**figures["rates"])
     ranks = run["ranks"] * run["tensor_ranks"] * run["pipeline_ranks"]
     parts = ", ".join(f"{name} {step[name]:,.2f}" for name in StepTime._fields[:7] if step[name] > 0)
     return [

@@ -10,9 +10,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ringattn.core.geometry import MOST_TOKENS
+from ringattn.errors import InputError
+from ringattn.launch.capacity.account import training_bytes
 from ringattn.launch.capacity.hardware import Hardware
 from ringattn.launch.capacity.step_time import step_seconds
-from ringattn.launch.capacity.training_bytes import OFFLOADS, RECOMPUTE, SAVED, TrainingSetup, training_bytes
+from ringattn.launch.capacity.training_bytes import OFFLOADS, RECOMPUTE, SAVED, TrainingSetup
 
 MOST_RANKS = 2**24
 """The largest ring that searches try."""
@@ -166,18 +168,18 @@ def with_steps(run: TrainingSetup, steps: list[Advice]) -> TrainingSetup:
 
 
 def _goes_further(run: TrainingSetup, switch: Switch) -> bool:
-    """Return whether to try a setting.
+    """Return whether to try a setting: the run accepts it, and it saves more than the current value.
 
-    A setting in `ORDER` must come after the current value, weights on the host need ZeRO 3, an optimizer in eight bits
-    replaces only AdamW, and the run must accept more groups of heads. Saved activations in eight bits need all heads.
+    A setting in `ORDER` must come after the current value, more groups of heads after fewer, and an optimizer in eight
+    bits replaces only AdamW.
     """
     current = getattr(run, switch.key)
-    if switch.value == "parameters" and run.zero_stage < 3:
+    try:
+        replace(run, **{switch.key: switch.value})
+    except InputError:
         return False
     if switch.key == "head_groups":
-        return switch.value > current and run.takes_head_groups(switch.value)
-    if switch.key == "saved_activations" and run.head_groups > 1:
-        return False
+        return switch.value > current
     if switch.key in ORDER:
         order = ORDER[switch.key]
         return order.index(switch.value) > order.index(current)

@@ -7,10 +7,13 @@ kernels reach, and hides transfers behind arithmetic where possible.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from ringattn.launch.capacity.hardware import Hardware
+from ringattn.errors import InputError
+from ringattn.launch.capacity.hardware import Hardware, Reached
 from ringattn.launch.capacity.model_shapes import bubble
+from ringattn.launch.capacity.stacks import CHARTS, KERNELS, STACKS
 from ringattn.launch.capacity.training_bytes import TrainingSetup, host_bytes
 from ringattn.planner.cluster import BACKWARD_OVER_FORWARD, FORWARD_FLOPS_PER_DIM
 
@@ -54,6 +57,16 @@ class Flops(NamedTuple):
         return sum(self)
 
 
+def selected_share(run: TrainingSetup) -> float:
+    """Return the share of a layer's products that backward repeats if every second output is kept (see `Stack`).
+
+    The products are those of Q, K, V, output, gate, up and down. K, output and up are repeated.
+    """
+    shape = run.model
+    repeated = shape.width * (shape.kv_width + shape.query_width + shape.ffn * shape.feeds)
+    return repeated / shape.active_parameters
+
+
 def flops_of(run: TrainingSetup) -> Flops:
     """Return the FLOPs of one micro batch.
 
@@ -68,6 +81,8 @@ def flops_of(run: TrainingSetup) -> Flops:
     kept = sum(matrix.parameters for matrix in shape.attention_matrices)
     feeds = 2.0 * shape.layers * (shape.active_parameters - kept) * run.rank_tokens / _cut(run)
     again = (feeds if run.is_tiled else 0.0) if run.recompute == "none" else products - output
+    if run.recompute == "selective" and run.stack in STACKS:
+        again *= selected_share(run)
     if run.chunked_loss_tokens:
         again += output
     if run.head_groups > 1 and run.recompute != "selective":
@@ -160,14 +175,47 @@ def tensor_bytes(run: TrainingSetup) -> float:
     return passes * layers * run.rank_tokens * run.model.width * run.numbers.activation * share
 
 
+def rates_of(run: TrainingSetup, machine: Hardware) -> Reached:
+    """Return the rates that kernels and links reach: those of the stack's kernels, else those of the hardware.
+
+    Raises `InputError` if `kernel` is given and no rate on the hardware is known.
+    """
+    rates, stack = machine.reached, STACKS.get(run.stack)
+    if stack is None:
+        return rates
+    name, source = machine.name, rates.source
+    kernel = stack.kernel.value if run.kernel == "auto" else run.kernel
+    if attention := KERNELS[kernel].get(name):
+        source = f"attention, {kernel}: {CHARTS}; {source}"
+        rates = replace(rates, attention_forward=attention.forward, attention_backward=attention.backward)
+    elif run.kernel != "auto":
+        raise InputError(f"kernel={kernel}: no rate is known for hardware={name}; use kernel=auto")
+    if products := stack.products.value.get(name):
+        source, rates = f"{stack.products.source}; {source}", replace(rates, products=products)
+    return replace(rates, source=source)
+
+
+def merge_bytes(run: TrainingSetup) -> float:
+    """Return the bytes per micro batch that merging the blocks of a ring moves through memory, outside of kernels."""
+    stack = STACKS.get(run.stack)
+    if stack is None or stack.merge.value is None or run.ranks == 1:
+        return 0.0
+    passes = 1 if run.recompute in ("none", "selective") else 2
+    merge, elements = stack.merge.value, run.rank_tokens * run.model.query_width / run.tensor_ranks
+    layers = run.model.layers / run.pipeline_ranks
+    return run.ranks * layers * elements * (passes * merge.forward + merge.backward)
+
+
 def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
     """Estimate a step at the rates that kernels and links reach.
 
     Attention hides the transfers of K and V. The arithmetic of the micro batches hides the transfers of the state and
     of host memory. Nothing hides the collectives of tensor parallelism. Neighboring ranks form a tensor parallel group,
-    and these groups form rings. A ring or group that does not fit into one machine uses the network.
+    and these groups form rings. A ring or group that does not fit into one machine uses the network. In a stack that
+    exposes its exchange, attention hides nothing; the traffic of its merging launches counts as part of the ring.
     """
-    rates, work = machine.reached, flops_of(run)
+    rates, work = rates_of(run, machine), flops_of(run)
+    exposed = run.stack in STACKS and STACKS[run.stack].exposed.value
 
     def link(ranks: int) -> float:
         return rates.link_bytes_s if ranks <= rates.machine else rates.network_bytes_s
@@ -175,7 +223,8 @@ def estimate(run: TrainingSetup, machine: Hardware) -> StepTime:
     products = work.products / rates.products
     attention = work.attention_forward / rates.attention_forward + work.attention_backward / rates.attention_backward
     tensor = tensor_bytes(run) / link(run.tensor_ranks)
-    ring = max(0.0, ring_bytes(run) / link(run.tensor_ranks * run.ranks) - attention)
+    ring = max(0.0, ring_bytes(run) / link(run.tensor_ranks * run.ranks) - (0.0 if exposed else attention))
+    ring += merge_bytes(run) / rates.copy_bytes_s if rates.copy_bytes_s else 0.0
     micro_batch = products + attention + tensor + ring
     count = run.micro_batches
     idle = count * micro_batch * bubble(run.pipeline_ranks, run.pipeline_chunks, count)

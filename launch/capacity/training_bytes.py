@@ -29,6 +29,7 @@ from ringattn.core.problem import ITEM_BYTES, Problem
 from ringattn.errors import InputError, one_of
 from ringattn.launch.calls import schedule_option
 from ringattn.launch.capacity.model_shapes import ModelShape, Share, in_flight, share_of
+from ringattn.launch.capacity.stacks import KERNELS, NAMES, STACKS, Stack
 from ringattn.launch.options import MOST, check_limits, option
 from ringattn.launch.train.config import PROJECTION_ROWS
 from ringattn.planner.choose import choose_route, plan_of
@@ -442,6 +443,8 @@ class TrainingSwitches:
     The text of each option is its line in `ringattn plan --help`.
     """
 
+    stack: str = option("ringattn", "implementation that trains; see docs/memory-planning.md", choices=NAMES)
+    kernel: str = option("auto", "attention kernel of another stack; auto: its own choice", choices=("auto", *KERNELS))
     schedule: str = schedule_option()
     precision: str = option(
         "bf16_master",
@@ -517,6 +520,31 @@ class TrainingSetup(TrainingSwitches):
             )
         if self.offload == "parameters" and self.zero_stage < 3:
             raise InputError("offload=parameters: needs zero_stage=3, which fetches weights layer by layer")
+        if self.stack in STACKS:
+            self._check_stack(STACKS[self.stack])
+        elif self.kernel != "auto":
+            raise InputError(f"kernel={self.kernel}: stack=ringattn uses its own kernels; use kernel=auto")
+
+    def _check_stack(self, stack: Stack) -> None:
+        """Raise `InputError` if the run has a setting that the stack does not have."""
+        settings = {
+            f"precision={self.precision}": (
+                self.precision in stack.precisions.value,
+                " or ".join(stack.precisions.value),
+            ),
+            f"schedule={self.schedule}": (self.schedule == "auto", "auto"),
+            f"saved_activations={self.saved_activations}": (self.saved_activations == "keep", "keep"),
+            f"head_groups={self.head_groups}": (self.head_groups == 1, "1"),
+            f"recompute={self.recompute}": (self.recompute != "selective" or stack.selective.value, "full"),
+            f"mask={self.attention.kind}": (self.attention.kind == "causal", "causal"),
+            f"block={self.model.block}": (self.model.block == "swiglu", "swiglu"),
+            "gradients_kept=false": (self.gradients_kept, "true"),
+            "transients=false": (self.transients, "true"),
+        }
+        for setting, (suits, remedy) in settings.items():
+            if not suits:
+                key = setting.partition("=")[0]
+                raise InputError(f"{setting}: stack={stack.name} has no such setting; use {key}={remedy}")
 
     def takes_head_groups(self, groups: int) -> bool:
         """Return whether the attention of this run may be computed in `groups` groups of heads."""
@@ -576,20 +604,6 @@ class Breakdown(NamedTuple):
     def total(self) -> float:
         """Return the sum of all components."""
         return sum(self)
-
-
-class Account(NamedTuple):
-    """The memory of one rank of a run.
-
-    `moment` names the moment of the peak, `peak` is the breakdown at that moment, and `totals` has the sum of each
-    moment. `host_bytes` is host memory, and `slots` describes the buffers of one attention call.
-    """
-
-    moment: str
-    peak: Breakdown
-    totals: dict[str, float]
-    host_bytes: float
-    slots: StagingBytes
 
 
 def parameter_bytes(run: TrainingSetup) -> float:
@@ -803,11 +817,3 @@ def loss_bytes(run: TrainingSetup) -> tuple[float, float]:
 def _largest(shape: ModelShape) -> int:
     """Return the number of elements of the largest matrix."""
     return max(matrix.rows * matrix.columns for matrix in shape.matrices)
-
-
-def training_bytes(run: TrainingSetup) -> Account:
-    """Return the memory of a rank, with the moment of the run at which it needs the most."""
-    breakdowns = moments(run)
-    moment = max(breakdowns, key=lambda name: breakdowns[name].total)
-    totals = {name: breakdown.total for name, breakdown in breakdowns.items()}
-    return Account(moment, breakdowns[moment], totals, host_bytes(run), staging_bytes(run))

@@ -22,6 +22,7 @@ from ringattn.bench.gate import GateError
 from ringattn.bench.storage_meter import StorageMeter
 from ringattn.cli import main
 from ringattn.errors import InputError
+from ringattn.launch.capacity.account import training_bytes
 from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.hardware import PRESETS as MACHINES
 from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
@@ -40,7 +41,6 @@ from ringattn.launch.capacity.training_bytes import (
     optimizer_bytes,
     ring_slots_bytes,
     staging_bytes,
-    training_bytes,
 )
 from ringattn.launch.config import load
 from ringattn.launch.train import loop

@@ -37,6 +37,9 @@ PLAN_CASES = {
     "micro_batches": "micro_batches=2", "offload": "offload=optimizer",
     "chunked_loss_tokens": "chunked_loss_tokens=512", "tiled_mlp_tokens": "tiled_mlp_tokens=512",
     "head_groups": "head_groups=2", "data": "data=whole",
+    **{key: f"preset=7B precision=bf16_cast {options}" for key, options in (
+        ("stack", "stack=trl"), ("kernel", "stack=trl kernel=fa2"), ("head_norms", "stack=trl head_norms=true"),
+    )},
     "gradients_kept": "gradients_kept=false", "transients": "transients=false",
 }  # fmt: skip
 
@@ -124,6 +127,8 @@ def test_every_key_has_a_case() -> None:
         ("simulate layer=selective_state window=[511,0]", "window=[511,0]: has no effect on layer=selective_state"),
         ("plan micro_batches=2 gradients_kept=false", "must be true with micro_batches=2"),
         ("plan window_tokens=512", "window_tokens=512: has no effect with mask=causal"),
+        ("plan head_norms=true", "head_norms=True: has no effect with stack=ringattn"),
+        ("plan kernel=fa2", "kernel=fa2: stack=ringattn uses its own kernels"),
         ("explain sm_margin=4", "sm_margin=4: has no effect without a prediction"),
     ],
 )
