@@ -733,6 +733,7 @@ def test_wrong_options_exit_with_2(options: tuple[str, ...], message: str, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow  # it searches rings of up to 2^24 ranks three times
 def test_the_plan_is_for_one_rank_if_no_ring_fits() -> None:
     result = plan(load(["preset=405B"], PlanConfig), hardware("rtx4090"))
     assert result["run"]["ranks"] == 1 and result["smallest_ring"] is None and not result["fits"]
