@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -55,12 +56,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+FORKING = "tests.contract.processes", "tests.adapters.server"
+"""Modules with a server process, which forks. They load torch, so they are not imported here."""
+
+
 def core_s() -> float:
-    """Return the core seconds of this process, of its children that have ended, and of its running forked processes."""
+    """Return the core seconds of this process, of its children that have ended, and of its running fork servers."""
     usages = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    forking = sys.modules.get("tests.contract.processes")  # it loads torch
     process_s = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, usages))
-    return process_s + (forking.core_s() if forking else 0.0)
+    servers = (module.server_pid() for module in filter(None, map(sys.modules.get, FORKING)))
+    return process_s + sum(server_core_s(pid) for pid in servers if pid is not None)
+
+
+def server_core_s(pid: int) -> float:
+    """Return the core seconds of a running process and of its children that have ended."""
+    # The process name may contain anything. After it come the state and numbers; the 12th to 15th field are CPU times.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def job_variables() -> dict[str, str]:

@@ -1,11 +1,10 @@
-"""Helpers that fork ranks, call a function in a new Python process, or return the largest error of values.
+"""Helpers that fork ranks, call a function in a new process, or return the largest error of values.
 
 Forked processes share the modules that this process has imported. A process that has started threads must not fork.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -14,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,12 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from torch.distributed.tensor import DTensor
 
+from tests.adapters import server
 from tests.adapters.environments import ROOT, search_path
 
 
 def forked(*functions: Callable[[], Any], meanwhile: Callable[[], object] | None = None) -> list[Any]:
-    """Call each function in a child process, all in parallel, and return their values. Exits unless all succeed.
+    """Call each function in a child process, all in parallel, and return their values. Exits as soon as one fails.
 
     `meanwhile` is called here after the last fork, and its value is kept until all children have ended.
     """
@@ -47,8 +46,12 @@ def forked(*functions: Callable[[], Any], meanwhile: Callable[[], object] | None
                     os._exit(code)
             pids.append(pid)
         kept = meanwhile() if meanwhile else None
-        if any(os.waitpid(pid, 0)[1] for pid in pids):
-            sys.exit(1)
+        while pids:
+            pid, status = os.wait()
+            if pid in pids:
+                pids.remove(pid)
+                if status:
+                    sys.exit(1)
         del kept
         return [torch.load(file, weights_only=False) for file in files]
 
@@ -75,19 +78,11 @@ def forked_ranks(count: int, rank: Callable[[int], Any]) -> list[Any]:
 
 
 def call_in_program(entry: str, *arguments: Any, timeout_s: float = 280.0, **env: str) -> Any:
-    """Call a function of a test module in a new Python process, in which torch has one thread, and return its value.
+    """Call a function of a test module in a program that is forked from a server of the module; see `server.call`.
 
-    Args:
-        entry: The function, as "module:function".
-        arguments: Arguments of the function. The arguments and the returned value are passed as JSON.
-        timeout_s: Seconds after which the process is killed.
-        env: Additional environment variables.
+    `env`: additional environment variables, which may replace PYTHONPATH.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "value.json"
-        program = "-m", "tests.adapters.processes", str(file), entry, json.dumps(arguments)
-        run_program(*program, timeout_s=timeout_s, **env)
-        return json.loads(file.read_text(encoding="utf-8"))
+    return server.call(entry, *arguments, variables={"PYTHONPATH": search_path(), **env}, timeout_s=timeout_s)
 
 
 def run_program(*arguments: str, folder: Path = ROOT, timeout_s: float = 280.0, **env: str) -> None:
@@ -116,15 +111,3 @@ def worst_error(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> f
             return math.inf
         worst = max(worst, difference / largest if difference else 0.0)
     return worst
-
-
-def main(file: str, entry: str, arguments: str) -> None:
-    """Call the function `entry` with arguments from JSON, and write its value into the file as JSON."""
-    torch.set_num_threads(1)
-    module, _, name = entry.partition(":")
-    value = getattr(import_module(module), name)(*json.loads(arguments))
-    Path(file).write_text(json.dumps(value), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -97,14 +97,9 @@ def _with_environment(environment: dict[str, str], target: Callable[..., None], 
     target(*arguments)
 
 
-def core_s() -> float:
-    """Return the CPU seconds used by the fork server and by its children that have ended."""
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
-    if pid is None:
-        return 0.0
-    # The process name may contain anything. After it come the state and numbers; the 12th to 15th field are CPU times.
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def server_pid() -> int | None:
+    """Return the process id of the server process, or None before it has started."""
+    return getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined, no-any-return]
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
