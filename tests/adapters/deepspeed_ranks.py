@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # DeepSpeed's engine imports it, which would take seconds in each rank
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler
 from torch import Tensor
