@@ -27,13 +27,15 @@ from ringattn.adapters.transformers.trainer import FORWARDING, has_custom_loss
 from ringattn.cli import main
 from tests.adapters.environments import search_path
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import ROOT, run_program, worst_error
+from tests.adapters.processes import ROOT, call_in_program, worst_error
 from tests.adapters.test_trl import with_trl
 from tests.adapters.trainer import Forwards, Stream, padded, texts
 from tests.doc_code import run_under_torchrun
 
 SCRIPT = str(ROOT / "tests" / "adapters" / "user_scripts.py")
 KINDS = ("loop", "loop, scheduled by processes", "loop, masked", "trainer", "z-loss", "mean of means")
+STARTED = "loop", "trainer", "deepspeed"
+"""The scripts that are started under the command as a user does, by Python and torchrun. The other runs are forked."""
 TOLERANCE = 1e-9
 
 
@@ -42,8 +44,8 @@ def run(kind: str, folder: Path, processes: int, ranks: int | None, **env: str) 
     folder.mkdir()
     arguments = [SCRIPT, kind, str(folder / "saved.pt")]
     command = [] if ranks is None else ["-m", "ringattn", "script", f"ranks={ranks}"]
-    if processes == 1:
-        run_program(*command, *arguments, **env)
+    if ranks is None or kind not in STARTED:
+        call_in_program("tests.adapters.script_ranks:run", [*command, *arguments], processes, **env)
     else:
         run_under_torchrun([*command, *arguments], folder, processes, **{"PYTHONPATH": search_path(), **env})
     saved: dict[str, Any] = torch.load(folder / "saved.pt")
