@@ -102,6 +102,13 @@ EXPLAINED = {
         "The item before waited for the older of the two loads when it made its descriptor.",
     ("bar.sync", r": mbarrier\.arrive\((q_empty\.index\(q_slot\)|barriers\[1\])\)"):
         "The group has synchronized after its last product, and reads no buffer in between.",
+    ("mbarrier.try_wait", r"landed\(turn, k_full"):
+        "The producer has waited for the release of a V, which follows the product with the older of the two K.",
+    ("bar.sync", r"received: mbarrier\.arrive\(empty"):
+        "In backward, the producer waits for the release of an item with entries before it writes this word again.",
+    ("mbarrier.try_wait", r"hand_over: mbarrier\.wait\(empty"): "The same.",
+    ("bar.sync", r"barriers_for: mbarrier\.init\("):
+        "Triton 3.6.0 synchronizes after each of several barriers that are made in a row; the last one is enough.",
     ("bar.sync", r": mbarrier\.arrive\(k_empty\."):
         "With two slots, the producer first waits for the release of the V before, which follows the same product.",
     ("wgmma.fence", r": return hopper\.warpgroup_mma\(left, right"):
@@ -109,14 +116,15 @@ EXPLAINED = {
     ("mbarrier.try_wait", r": mbarrier\.wait\(v_full\.index\((old_)?slot\)"):
         "The same wait has passed before; it only ends a basic block.",
     ("wgmma.wait_group", r": dv = hopper\.warpgroup_mma_wait\(1"): "A wait for all products follows at once.",
-    ("setmaxnreg.inc", r": def "): "PTX does not say how many registers of the hardware an instruction needs.",
+    ("setmaxnreg.inc", r": def |^$"): "PTX does not say how many registers of the hardware an instruction needs.",
     ("setmaxnreg.dec", r": def "): "The loop in which warps wait for a role starts by giving these registers back.",
     ("barrier.sync", r": def "): "No warp is in the state whose branch this is: all have a role or wait for one.",
     ("cp.async.bulk", r""): "There is no group of bulk copies, so nothing is waited for.",
 }  # fmt: skip
 """Why mutants survive, by opcode and by a pattern of the statement. Not every such mutant does."""
 EXPLAINED_OF_TRITON = {
-    ("bar.sync", r": for n_block in tl\.range"): "Another barrier precedes the next use of the loop's buffers.",
+    ("bar.sync", r": for (n_block|m_block|edge) in tl\.range"):
+        "Another barrier precedes the next use of the loop's buffers.",
     ("bar.sync", r"(k_rows|v_rows|q_rows|dout_rows|lse|delta) = |piece = |of_head = "):
         "Copies to different buffers follow each other, and Triton sees only that they are in one allocation.",
     ("bar.sync", r"store_rows\(|load_rows\("): "The barrier after the loop precedes the same stores.",
@@ -128,6 +136,10 @@ EXPLAINED_OF_TRITON = {
     ("wgmma.fence", r""): "The rule for registers is relaxed.",
     ("wgmma.commit_group", r": s, capped = "): "Nothing reads S before the wait for dP, which waits for both products.",
     ("wgmma.wait_group", r": s, capped = "): "The same.",
+    ("bar.sync", r": (acc|dp) = tl\.dot\("): "The wait for the copy, which precedes it, is enough.",
+    ("wgmma.commit_group", r"_add_kv: d[kv]_rows = tl\.dot"):
+        "The products join the next group, and nothing reads the sums before the wait for it.",
+    ("wgmma.wait_group", r": for edge in tl\.range"): "A later wait precedes the next read of the sums.",
 }  # fmt: skip
 """The same for kernels without Gluon."""
 
