@@ -15,9 +15,11 @@ TREE = {
     "ringattn/engine/__init__.py": "",
     "ringattn/engine/base.py": "",
     "ringattn/other.py": "",
-    "tests/test_product.py": "from ringattn.kernels.product import product\nfrom tests.gate.reading import read\n",
+    "tests/test_product.py": "from ringattn.kernels.product import product\nfrom tests.gate.reading import read\n"
+    'PROGRAM = "tests.gate.running"\n',
     "tests/conftest.py": "",
     "tests/gate/reading.py": "import json\n",
+    "tests/gate/running.py": "",
     "tests/gate/golden/3.json": "{}",
 }
 
@@ -74,7 +76,7 @@ def test_another_compiler_changes_the_digest(tree: Path, monkeypatch: pytest.Mon
         ("Gluon backward", ["attention_gluon_grad_kv.py", "simulator.py"]),
         (
             "compiled kernels in the PTX interpreter",
-            ["attention_gluon_forward.py", "triton.py", "launch.py", "machine.py", "races.py", "engine_scenarios.py"],
+            ["attention_gluon_forward.py", "triton.py", "launch.py", "machine.py", "races.py", "mutants.py"],
         ),
         (
             "kernels in the interpreter",

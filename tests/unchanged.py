@@ -1,9 +1,9 @@
 """Groups of tests that need not run again as long as nothing that they depend on has changed.
 
 These tests compile or interpret the GPU kernels, take minutes, and depend on few files. The digest of a group covers
-its test files, every module that these import, directly or not, the data files next to them, and the versions of the
-packages that compile and interpret. Comments and docstrings do not count. If the digest equals the recorded one, the
-tests of the group are marked slow: `make test` skips them and says so.
+its test files, every module that these import or name in a string, directly or not, the data files next to them, and
+the versions of the packages that compile and interpret. Comments and docstrings do not count. If the digest equals the
+recorded one, the tests of the group are marked slow: `make test` skips them and says so.
 `python -m tests.unchanged` (`make prove`) runs the groups whose digest has changed, and records those that pass.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -42,9 +43,14 @@ GROUPS = {
 DATA = ("*.json", "conftest.py", "golden*/*.json")
 """Files next to a module that it reads without importing them."""
 
+MODULE = re.compile(r"(ringattn|tests)(\.\w+)+")
+
 
 class Read(NamedTuple):
-    """The syntax tree of a module as text, without comments and docstrings, and the names that the module imports."""
+    """The syntax tree of a module as text, without comments and docstrings, and the modules that it imports or names.
+
+    A module whose name is a string, such as "tests.kernels.ptx.mutants", runs as a program.
+    """
 
     meaning: str
     names: tuple[str, ...]
@@ -62,11 +68,13 @@ def read(text: str) -> Read:
             names += (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = None
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            names.append(node.value)
     return Read(ast.dump(tree), tuple(names))
 
 
 def imported(file: Path) -> Iterator[Path]:
-    """Yield the files of this repository that a module imports, at its top or in its functions.
+    """Yield the files of this repository that a module imports or names, at its top or in its functions.
 
     `ringattn/__init__.py` is left out, because it only re-exports names.
     """
