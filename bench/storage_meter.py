@@ -17,7 +17,8 @@ Scratch = Callable[[Any, tuple[Any, ...]], int]
 class StorageMeter(TorchDispatchMode):
     """A meter of tensor memory, which counts while it is active.
 
-    `live_bytes` is the present value, and `peak_bytes` the highest so far. Guarantees: a storage that an operation of
+    `live_bytes` is the present value, `peak_bytes` the highest so far, and `history` has the value at each operator.
+    Guarantees: a storage that an operation of
     this thread returns is counted once, whatever its number of views, until nothing refers to it. Storages that existed
     before are not counted. Not covered: resized storages (`resize_`), and memory that a kernel allocates and frees
     within one call, unless `scratch_bytes` returns its size. The bookkeeping follows torch's
@@ -28,6 +29,7 @@ class StorageMeter(TorchDispatchMode):
         """Start at 0. `scratch_bytes` returns the bytes of an operator to count in addition to the live bytes."""
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
+        self.history: list[int] = []
         self._scratch_bytes = scratch_bytes
         self._known: dict[int, Any] = {}
 
@@ -49,7 +51,8 @@ class StorageMeter(TorchDispatchMode):
         for storage in _storages(result):
             self._add(storage, counted=True)
         inside = self._scratch_bytes(func, args) if self._scratch_bytes is not None else 0
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
+        self.history.append(self.live_bytes + inside)
+        self.peak_bytes = max(self.peak_bytes, self.history[-1])
         return result
 
     def restart(self) -> None:

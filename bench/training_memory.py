@@ -3,7 +3,8 @@
 Run `python -m ringattn.bench.training_memory`. For each row, the training loop of `ringattn train` runs in new
 processes. The row has the growth of the resident size from before the model exists to the end, for the rank with the
 most; the growth of torch's storages; and the prediction. Before anything is printed, the losses of rows that must be
-equal are compared.
+equal are compared. The picture shows the storages of rank 0 over the second half of the operators, next to the planned
+moments.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 
 from ringattn.bench.gate import GateError
 from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.bench.storage_meter import StorageMeter
-from ringattn.launch.capacity.account import training_bytes
+from ringattn.launch.capacity.account import Account, training_bytes
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup
 from ringattn.launch.train.config import load_train
@@ -85,6 +90,9 @@ COMBINATIONS = (
 BYTES = 256
 """The vocabulary: `ringattn train` reads bytes."""
 
+POINTS = 400
+"""The number of points of a rank's history that are kept."""
+
 SAME_LOSS = 1e-5
 """Largest relative difference of losses in float32: rings of different sizes sum in different orders."""
 
@@ -117,8 +125,8 @@ def arguments_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
     ]  # fmt: skip
 
 
-def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
-    """Return the peak that the capacity planner predicts for the rank that needs the most."""
+def planned(run: Combination, options: TrainingMemoryOptions) -> Account:
+    """Return the memory that the capacity planner predicts for the rank that needs the most."""
     tokens, layers, dim, heads, kv_heads, hidden_dim = run.sizes(options)
     whole = TrainingSetup(
         ModelShape(layers, dim, heads, kv_heads, hidden_dim, BYTES, tied=True), tokens, run.ranks,
@@ -126,14 +134,14 @@ def predicted_bytes(run: Combination, options: TrainingMemoryOptions) -> int:
         head_groups=run.head_groups, tiled_mlp_tokens=run.tile_tokens, chunked_loss_tokens=run.tile_tokens,
         gradients_kept=False, data="whole",
     )  # fmt: skip
-    return int(training_bytes(whole).peak.total)
+    return training_bytes(whole)
 
 
 def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
     """Train on this rank with `arguments` (key=value of `ringattn train`), and measure memory by two meters.
 
     The process must be new. Return the peak growth of resident memory and of torch's storages, the bytes that remain
-    between steps (`kept_bytes`), and the losses.
+    between steps (`kept_bytes`), the storages over the second half of the operators, and the losses.
     """
     # Without this, glibc would keep freed tensors in its heap, and the resident size would include earlier use.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
@@ -143,6 +151,7 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
     return {
         "resident_bytes": result["memory_growth_bytes"][ring.rank],
         "storage_bytes": storages.peak_bytes,
+        "history_bytes": largest_of_parts(storages.history[len(storages.history) // 2 :], POINTS),
         "kept_bytes": result["replicated_bytes"],
         "losses": result["losses"],
     }
@@ -159,6 +168,13 @@ def _stand_in_for_host_memory() -> None:
     stand_in.from_host = lambda array: torch.from_numpy(array).clone()
 
 
+def largest_of_parts(values: Sequence[int], parts: int) -> list[int]:
+    """Return the largest value of each of `parts` parts of equal length, or all values if there are fewer."""
+    parts = min(parts, len(values))
+    starts = [part * len(values) // parts for part in range(parts + 1)]
+    return [max(values[start:stop]) for start, stop in pairwise(starts)]
+
+
 def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
     """Measure every combination; return one record for each."""
     records = []
@@ -168,7 +184,9 @@ def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
         # Use gloo. Over shm, the resident memory of a process would include buffers of other ranks and copies of sent
         # tensors.
         by_rank = run_in_processes(run.ranks, PROGRAM, {"arguments": arguments_of(run, options)}, say, transport="gloo")
-        records.append({**run._asdict(), "predicted_bytes": predicted_bytes(run, options), "by_rank": by_rank})
+        histories, account = [rank.pop("history_bytes") for rank in by_rank], planned(run, options)
+        plan = {"predicted_bytes": int(account.peak.total), "moments": account.totals}
+        records.append({**run._asdict(), **plan, "by_rank": by_rank, "history_bytes": histories[0]})
         check_losses(records, name)
     return records
 
@@ -211,12 +229,51 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
     return result
 
 
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def shown(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs of the long sequence on 2 ranks, or the last run if there are none."""
+    return [record for record in records if record["is_long"] and record["ranks"] == 2] or list(records[-1:])
+
+
+def history_figure(records: Sequence[dict[str, Any]]) -> Figure:
+    """Return the picture: the storages of rank 0 over a step, and a line for each planned moment."""
+    figure, axes = plt.subplots(len(records), 1, figsize=(9, 2.4 * len(records)), layout="constrained", squeeze=False)
+    for ax, record in zip(axes[:, 0], records, strict=True):
+        history = [nbytes / 2**20 for nbytes in record["history_bytes"]]
+        ax.fill_between(range(len(history)), history, step="mid", color="tab:blue", alpha=0.6)
+        heights = sorted((nbytes / 2**20, moment) for moment, nbytes in record["moments"].items())
+        least = 0.0
+        for height, moment in heights:
+            ax.axhline(height, color="tab:red", linewidth=0.8, linestyle="--")
+            # Names of moments with nearly the same memory are written above each other.
+            least = max(height, least)
+            ax.annotate(f"{moment} {height:,.1f}", (1.01, least), xycoords=("axes fraction", "data"), fontsize=8,
+                        color="tab:red", va="center")  # fmt: skip
+            least += heights[-1][0] / 12
+        tiles = f", tiles of {record['tile_tokens']}" if record["tile_tokens"] else ""
+        ax.set_title(f"recompute={record['recompute']}, head_groups={record['head_groups']}{tiles}", fontsize=10)
+        ax.set_ylim(0, 1.1 * max(heights[-1][0], *history))
+        ax.set_xlim(0, len(history) - 1)
+        ax.set_xticks([])
+        ax.set_ylabel("MiB")
+    axes[-1, 0].set_xlabel("operators of the second half of two steps, in order")
+    figure.suptitle("Storages of rank 0, and the planned moments (dashed)", fontsize=11)
+    return figure
+
+
 def main(arguments: Sequence[str]) -> dict[str, Any]:
     """Run, print, save and return the record."""
     options = parse(TrainingMemoryOptions(), arguments)
     with progress("training_memory") as say:
         data = {"runs": weigh(options, say)}
+    figure = history_figure(shown(data["runs"]))
+    for record in data["runs"]:
+        del record["history_bytes"]  # thousands of numbers, which the picture has
     finish("training_memory", options, [table(options, data["runs"])], data, options.results)
+    figure.savefig(Path(options.results, "training_memory.png"), dpi=110)
+    plt.close(figure)
     return data
 
 

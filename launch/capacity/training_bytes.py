@@ -251,13 +251,16 @@ class Moment(NamedTuple):
     tile: int = 0
 
 
-def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False, groups: int = 1) -> Moment:
+def backward_bytes(
+    shape: ModelShape, precision: Precision, tiled: bool = False, groups: int = 1, zigzag: bool = True
+) -> Moment:
     """Return the transient bytes at the two largest moments of one layer's backward.
 
     Feed-forward: the gradients of the product's factors, of the residual and of the output exist. If the feed-forward
     is tiled, only the gradients of its input and output exist for all tokens, and the others for one tile.
     Attention: dout and the gradient of the residual exist; dq, dk and dv in the accumulator's dtype; the results of one
-    block before they are added; and the log-sum-exp and delta of each head. The activations that the layer kept after
+    block before they are added; and the log-sum-exp and delta of each head. Blocks of `zigzag` layouts have half of the
+    queries or half of the keys of a shard, others all of them. The activations that the layer kept after
     attention have been freed, and are subtracted. In several `groups` of heads, only one group has these tensors and
     its projections, and there is also the sum of the gradients of the layer's input. Projection: the gradient of the
     projections of one group becomes that of the layer's input.
@@ -265,7 +268,8 @@ def backward_bytes(shape: ModelShape, precision: Precision, tiled: bool = False,
     item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
     inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
     projected = queries + 2 * shape.kv_width
-    sums, block = wide * projected, wide * (queries + shape.kv_width)
+    block = wide * max(queries + shape.kv_width, queries // 2 + 2 * shape.kv_width) if zigzag else wide * projected
+    sums = wide * projected
     attention = item * (queries + width) + sums + block + 2 * wide * shape.heads
     if groups > 1:
         attention = item * 2 * width + (item * (queries + projected) + sums + block + 2 * wide * shape.heads) // groups
@@ -632,6 +636,20 @@ def gradient_bytes(run: TrainingSetup) -> float:
     return shard + (share.layer + share.head) * item
 
 
+def pending_bytes(run: TrainingSetup, in_attention: bool) -> float:
+    """Return the bytes of a layer's gradients that do not exist yet at the largest moment of its backward.
+
+    In the backward of attention (`in_attention`), the gradients of the feed-forward exist, and with groups of heads
+    those of the projections too.
+    """
+    if not in_attention:
+        return run.share.layer * run.numbers.gradient
+    if run.head_groups > 1:
+        return 0
+    matrices = sum(matrix.parameters for matrix in run.model.attention_matrices)
+    return matrices / run.tensor_ranks * run.numbers.gradient
+
+
 def optimizer_bytes(run: TrainingSetup) -> float:
     """Return the bytes of optimizer state and master copy of one rank, wherever they are stored.
 
@@ -724,7 +742,8 @@ def live_bytes(run: TrainingSetup) -> tuple[float, float]:
     )
     if not run.transients:
         return recomputed, 0
-    moment = backward_bytes(run.model, run.numbers, run.is_tiled, run.head_groups)
+    zigzag = run.ranks > 1 and run.attention.layout == "zigzag"
+    moment = backward_bytes(run.model, run.numbers, run.is_tiled, run.head_groups, zigzag)
     feed = run.kept_tokens * moment.feed_forward + tile_bytes(run)
     attention = run.kept_tokens * moment.attention
     if run.head_groups > 1:
@@ -762,9 +781,12 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     gradients, slots = gradient_bytes(run), staging_bytes(run)
     early = gradients if run.gradients_kept else 0.0
     live, sums = live_bytes(run)
-    # The gradients of a feed-forward exist in the backward of attention, which has the largest moment with groups.
-    last = share.head + (share.layer if run.head_groups > 1 and sums else 0)
-    head = gradients if run.gradients_kept else float(min(gradients, last * numbers.gradient))
+    pending = pending_bytes(run, in_attention=sums > 0)
+    head = all_but_first = gradients
+    if not run.gradients_kept:
+        head = float(min(gradients, (share.head + share.layer) * numbers.gradient - pending))
+        if gradients == share.parameters * numbers.gradient and run.micro_batches == 1:
+            all_but_first -= pending
     flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches)
     first, final, single = (activation_bytes(run, count) for count in (flying.first, flying.last, 1))
     common = {
@@ -787,7 +809,8 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         ),
         "last layer": Breakdown(**between, gradients=head, activations=first + copied, live_layer=live, attention=sums),
         "first layer": Breakdown(
-            **common, gradients=gradients, activations=copied + (single / share.layers if flying.first == 1 else first),
+            **common, gradients=all_but_first,
+            activations=copied + (single / share.layers if flying.first == 1 else first),
             live_layer=live, attention=sums,
         ),
         "update": Breakdown(
