@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def test_a_profile_has_a_level_from_each_of_its_bounds(name: str, bounds: tuple[
 def test_a_reading_counts_views_once_and_the_pool_separately() -> None:
     monitor = alone()
     before = monitor.read()
-    storage = torch.ones(64 * MIB, dtype=torch.uint8)  # too large for malloc to reuse freed pages
+    # New pages: malloc would first reuse the memory that earlier tests have freed.
+    storage = torch.frombuffer(mmap.mmap(-1, 64 * MIB), dtype=torch.uint8).fill_(1)
     views = [storage[:MIB], storage.view(2, -1)]
     monitor._pool.reserve(4 * MIB)
     after = monitor.read()
