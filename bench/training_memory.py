@@ -233,7 +233,7 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
 
 
 def shown(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the runs of the long sequence on 2 ranks, or the last run if there are none."""
+    """Return the runs of the long sequence on 2 ranks, or else the last run."""
     return [record for record in records if record["is_long"] and record["ranks"] == 2] or list(records[-1:])
 
 

@@ -102,11 +102,11 @@ EXPLAINED = {
         "The item before waited for the older of the two loads when it made its descriptor.",
     ("bar.sync", r": mbarrier\.arrive\((q_empty\.index\(q_slot\)|barriers\[1\])\)"):
         "The group has synchronized after its last product, and reads no buffer in between.",
-    ("mbarrier.try_wait", r"landed\(turn, k_full"):
+    ("mbarrier.try_wait", r"^forward: .*landed\(turn, k_full"):
         "The producer has waited for the release of a V, which follows the product with the older of the two K.",
-    ("bar.sync", r"received: mbarrier\.arrive\(empty"):
-        "In backward, the producer waits for the release of an item with entries before it writes this word again.",
-    ("mbarrier.try_wait", r"hand_over: mbarrier\.wait\(empty"): "The same.",
+    ("bar.sync", r"^grad_\w+: received: mbarrier\.arrive\(empty"):
+        "The producer waits for the release of an item with entries before it writes this word again.",
+    ("mbarrier.try_wait", r"^grad_\w+: hand_over: mbarrier\.wait\(empty"): "The same.",
     ("bar.sync", r"barriers_for: mbarrier\.init\("):
         "Triton 3.6.0 synchronizes after each of several barriers that are made in a row; the last one is enough.",
     ("bar.sync", r": mbarrier\.arrive\(k_empty\."):
@@ -116,12 +116,12 @@ EXPLAINED = {
     ("mbarrier.try_wait", r": mbarrier\.wait\(v_full\.index\((old_)?slot\)"):
         "The same wait has passed before; it only ends a basic block.",
     ("wgmma.wait_group", r": dv = hopper\.warpgroup_mma_wait\(1"): "A wait for all products follows at once.",
-    ("setmaxnreg.inc", r": def |^$"): "PTX does not say how many registers of the hardware an instruction needs.",
+    ("setmaxnreg.inc", r": def |: $"): "PTX does not say how many registers of the hardware an instruction needs.",
     ("setmaxnreg.dec", r": def "): "The loop in which warps wait for a role starts by giving these registers back.",
     ("barrier.sync", r": def "): "No warp is in the state whose branch this is: all have a role or wait for one.",
     ("cp.async.bulk", r""): "There is no group of bulk copies, so nothing is waited for.",
 }  # fmt: skip
-"""Why mutants survive, by opcode and by a pattern of the statement. Not every such mutant does."""
+"""Why mutants survive, by opcode and by a pattern of the kernel and the statement. Not every such mutant does."""
 EXPLAINED_OF_TRITON = {
     ("bar.sync", r": for (n_block|m_block|edge) in tl\.range"):
         "Another barrier precedes the next use of the loop's buffers.",
@@ -192,11 +192,12 @@ def _statement(source: tuple[str, ...]) -> str:
 
 def explanation(mutant: Mutant) -> str:
     """Return why a mutant may survive, or ""."""
+    place = f"{mutant.kernel}: {mutant.statement}"
     return next(
         (
             why
             for (opcode, part), why in (EXPLAINED if mutant.kernel in KERNELS else EXPLAINED_OF_TRITON).items()
-            if opcode == mutant.opcode and re.search(part, mutant.statement)
+            if opcode == mutant.opcode and re.search(part, place)
         ),
         "",
     )
