@@ -51,7 +51,7 @@ def code_of(call: LaunchCall, arch: int) -> KernelCode:
     """Compile a launch for sm_`arch`. This replaces Triton's driver by a stub, which remains active."""
     driver.set_active(StubDriver(arch))
     call.kernel.device_caches.clear()  # keyed by device number, which is 0 for every stubbed GPU
-    return read(call.kernel.warmup(*call.args, grid=call.grid, **call.meta))
+    return read(call.warmup())
 
 
 def read(kernel: Any) -> KernelCode:

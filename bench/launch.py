@@ -54,6 +54,7 @@ class StubDriver:
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: self.properties,
             load_binary=lambda name, binary, shared, device: (1, name, self.registers, 0, 1024),
+            unload_module=lambda module: None,
         )
 
     def get_current_target(self) -> GPUTarget:

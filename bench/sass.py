@@ -103,7 +103,8 @@ def instructions(listing: str) -> list[Instruction]:
 def product_loops(listing: str) -> list[Loop]:
     """Return the loops that multiply matrices and contain no other such loop, ordered by their first blocks.
 
-    For a kernel that uses no matrix units, return the loops with FFMA instructions.
+    In a kernel for tensor memory, other warps may compute the exponentials, whose loops count too. For a kernel that
+    uses no matrix units, return the loops with FFMA instructions.
     """
     blocks = _blocks(listing)
     above = _dominators(blocks)
@@ -112,8 +113,14 @@ def product_loops(listing: str) -> list[Loop]:
         for head in block.after if above[index] else ():
             if head in above[index]:
                 bodies.setdefault(head, {head}).update(_reaching(blocks, above, index, head))
-    unit = "mma" if any(item.kind == "mma" for block in blocks for item in block.instructions) else "FFMA"
-    products = [sum(unit in (item.kind, item.opcode.split(".")[0]) for item in block.instructions) for block in blocks]
+    every = [item for block in blocks for item in block.instructions]
+    units = {"mma"} if any(item.kind == "mma" for item in every) else {"FFMA"}
+    if any(item.opcode.startswith("UTC") and item.kind == "mma" for item in every):
+        units.add("MUFU.EX2")
+    products = [
+        sum(not units.isdisjoint((item.kind, item.opcode, item.opcode.split(".")[0])) for item in block.instructions)
+        for block in blocks
+    ]
     of_products = {head: body for head, body in bodies.items() if any(products[index] for index in body)}
     inner = [
         head

@@ -65,7 +65,8 @@ def run(case: Case, config: Config, options: TuneOptions, timed: bool) -> Timed:
                 work()
             us.append(device_us(work, options.ms) if timed else 0.0)
         kernel_name = {"grad_fused": "grad_kv"}.get(case.kernel, case.kernel)  # one kernel computes both
-        spills = max((handle.spills for handle in kept.handles() if kernel_name in handle.name), default=0)
+        loaded = (handle.kernel for handle in kept.handles())
+        spills = max((kernel.n_spills for kernel in loaded if kernel_name in kernel.name), default=0)
         return Timed(config, tuple(us), spills=spills)
     except Exception as error:
         if torch.cuda.is_available():

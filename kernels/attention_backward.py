@@ -27,12 +27,13 @@ from ringattn.kernels.attention_options import (
     CallOptions,
     adds_raw,
     bias_of,
-    biased,
     draw_of,
     dropped,
+    factor_of,
     shared_arguments,
     shared_constants,
     steps_of,
+    with_bias,
 )
 from ringattn.kernels.attention_tiles import (
     ENTRY_COLUMNS,
@@ -56,6 +57,7 @@ from ringattn.kernels.attention_tiles import (
     state_beside,
     store_rows,
     strides_of,
+    through_cap,
     visits,
 )
 from ringattn.kernels.launch import VARYING, Config, LaunchCall, Table
@@ -64,29 +66,10 @@ from ringattn.kernels.launch import VARYING, Config, LaunchCall, Table
 
 
 @triton.jit
-def _with_bias(
-    s, raw, factor, alibi, steps, index,
-    OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr, RAW: tl.constexpr,
-):  # fmt: skip
-    """Add ALiBi to the scores `s` = `raw` * `factor`: return (t, rest), whose sum is the biased score; see `biased`.
-
-    `alibi`: the slope and the place, `steps`: the distances, as `biased` takes them. With RAW the bias is added before
-    the multiplication by `factor`.
-    """
-    if RAW:
-        s, rest = biased(raw, alibi[0], alibi[1], steps, index, OWN, OTHER, KEYS_OWN)
-        s, rest = s * factor, rest * factor
-    else:
-        s, rest = biased(s, alibi[0], alibi[1], steps, index, OWN, OTHER, KEYS_OWN)
-    return s, rest
-
-
-@triton.jit
 def _score_grads(p, capped, dp, delta, SOFTCAP: tl.constexpr):
     """Return the gradient of the products before scaling, from the weights `p`; `delta` broadcasts over the keys."""
-    if SOFTCAP:
-        # The derivative of tanh comes first, so that the tanh need not be kept together with dP.
-        p = p * (1.0 - capped * capped)
+    # The derivative of tanh comes first, so that the tanh need not be kept together with dP.
+    p = through_cap(p, capped, SOFTCAP)
     # dS = P * (dP - delta), delta = sum(dout * out) - dlse.
     return p * (dp - delta)
 
@@ -102,7 +85,7 @@ def _add_q(
     """Return `dq_rows`, before scaling, after key block `n_block` of an entry of `count` rows.
 
     `k_source`, `v_source`: the entry's rows, as `read_block` takes them. `peaks`: the base-2 lse of each query. `edge`:
-    the block is at an edge of the band and needs the mask. `bias`, `steps`: for ALiBi, see `_with_bias`; `draw`: for
+    the block is at an edge of the band and needs the mask. `bias`, `steps`: for ALiBi, see `with_bias`; `draw`: for
     dropout, see `dropped`; None without it. `more`: the factor of the weights that dropout keeps.
     """
     k_rows = read_block(k_source, n_block, count, D_K, PAD_K, BLOCK_N, DESCRIBED)
@@ -112,8 +95,9 @@ def _add_q(
     # dP = dO V^T
     dp = tl.dot(dout_rows, tl.trans(v_rows), input_precision="ieee")
     if bias is not None:
-        s, rest = _with_bias(
-            s, capped, softcap if SOFTCAP else scale, bias, steps, n_block, BLOCK_M, BLOCK_N, False, RAW_BIAS
+        s, rest = with_bias(
+            s, capped, softcap if SOFTCAP else scale, bias, steps, n_block, tl.arange(0, BLOCK_M),
+            tl.arange(0, BLOCK_N), BLOCK_M, False, RAW_BIAS,
         )  # fmt: skip
         peaks -= rest
     # P = exp(S - lse) are the final weights, because lse is over all keys of the row.
@@ -279,8 +263,9 @@ def _add_kv(
     less, step = None, None
     if bias is not None:
         steps = steps_of(bias[1], True)
-        s, rest = _with_bias(
-            s, capped, softcap if SOFTCAP else in_scale, bias, steps, m_block, BLOCK_N, BLOCK_M, True, RAW_BIAS
+        s, rest = with_bias(
+            s, capped, softcap if SOFTCAP else in_scale, bias, steps, m_block, tl.arange(0, BLOCK_N),
+            tl.arange(0, BLOCK_M), BLOCK_N, True, RAW_BIAS,
         )  # fmt: skip
         # Convert to the natural logarithm of lse.
         less, step = rest * -LN_2, steps[2]
@@ -478,5 +463,4 @@ def _scales(options: CallOptions) -> tuple[float, float, float]:
 
 def _meta(q: Tensor, v: Tensor, config: Config, table: Table, options: CallOptions) -> dict[str, Any]:
     """Return the compile-time constants of both kernels."""
-    factor = logit_scales(options["scale"], options.get("softcap"))[options.get("softcap") is not None]
-    return {**shared_constants(q, v, config, table, options), "RAW_BIAS": adds_raw(factor)}
+    return {**shared_constants(q, v, config, table, options), "RAW_BIAS": adds_raw(factor_of(options))}

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ringattn.kernels.attention_options import (
     CallOptions,
-    adds_raw,
     bias_of,
     biased,
     draw_of,
     dropped,
+    peaks_raw,
     shared_arguments,
     shared_constants,
     steps_of,
@@ -40,7 +40,6 @@ from ringattn.kernels.attention_tiles import (
     entries_of,
     grid_of,
     item_of,
-    keeps_order,
     load_rows,
     logit_scales,
     logits,
@@ -78,7 +77,9 @@ def update(
     if RAW_PEAK:
         s = raw
     if bias is not None:
-        s, rest = biased(s, bias[0], bias[1], bias[2], n_block, BLOCK_M, BLOCK_N, False)
+        s, rest = biased(
+            s, bias[0], bias[1], bias[2], n_block, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), BLOCK_M, False
+        )
         rest = rest * factor if RAW_PEAK else rest
     if edge:
         cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -237,8 +238,6 @@ def forward(
         q, k, v, state, lse, result, sinks, *shared_arguments(table, batches, section, options), in_scale,
         out_scale, *strides_of(q, k, v), *strides, *lse.stride(),
     )  # fmt: skip
-    factor = in_scale if softcap is None else out_scale
-    raw_peak = keeps_order(factor) and (options.get("slopes") is None or adds_raw(factor))
-    meta = {**shared_constants(q, v, config, table, options), "RAW_PEAK": raw_peak}
+    meta = {**shared_constants(q, v, config, table, options), "RAW_PEAK": peaks_raw(options)}
     grid = grid_of(table, batches, options.get("programs"))
     return LaunchCall(_forward, grid, args, meta, seed_at=12 if options.get("dropout") else None)

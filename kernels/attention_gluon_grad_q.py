@@ -11,33 +11,43 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ringattn.kernels.attention_gluon_parts import (
     CONSUMERS,
+    added,
+    alibi_of,
     barriers_for,
     bring,
+    buffers_for,
+    completed,
+    copy_rows,
     deliver,
     described,
     hand,
     hand_over,
     landed,
     masked,
+    numbered,
     places,
     products,
     received,
+    rows_at,
+    rows_from,
     seen,
     slot_of,
     taken,
     visited,
     work_of,
+    zeros_for,
 )
-from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, rows_and_band, run_of, visits
+from ringattn.kernels.attention_options import steps_of, with_bias
+from ringattn.kernels.attention_tiles import ENTRY_COLUMNS, LOG2_E, logits, rows_and_band, run_of, through_cap, visits
 from ringattn.kernels.launch import VARYING
 
 
 @gluon.jit
-def _produce(
+def produce(
     inputs, tables, counter, sizes, strides, buffers, barriers, handed, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Load the rows that the consumers read, in the order in which they read them."""
@@ -64,9 +74,9 @@ def _produce(
             q_rows = described(q_base, run[0], run[1], q_row, live, q_buffer)
             dout_rows = described(dout_base, run[0], run[1], dout_row, live, dout_buffer)
             mbarrier.wait(q_empty, items & 1 ^ 1)
-            mbarrier.expect(q_full, q_rows.block_type.nbytes + dout_rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_rows, [0, 0], q_full, q_buffer)
-            tma.async_copy_global_to_shared(dout_rows, [0, 0], q_full, dout_buffer)
+            mbarrier.expect(q_full, q_rows.block_type.nbytes * len(q_buffer) + dout_rows.block_type.nbytes)
+            copy_rows(q_rows, 0, q_full, q_buffer)
+            copy_rows(dout_rows, 0, q_full, dout_buffer)
             items += 1
 
             kv_head = head // group - first_kv_head
@@ -78,8 +88,8 @@ def _produce(
                 # A descriptor overwrites its predecessor, which loads in flight may still read.
                 landed(turn, k_full, SLOTS)
                 landed(turn, v_full, SLOTS)
-                k_rows = described(k_base, rows[0], rows[1], k_row, rows[2], k_buffers.index(0))
-                v_rows = described(v_base, rows[0], rows[1], v_row, rows[2], v_buffers.index(0))
+                k_rows = described(k_base, rows[0], rows[1], k_row, rows[2], rows_at(k_buffers, 0))
+                v_rows = described(v_base, rows[0], rows[1], v_row, rows[2], rows_at(v_buffers, 0))
                 for nth in range(end - start):
                     first_row = visited(nth, start, full, full_end) * BLOCK_N
                     slot, parity = slot_of(turn, SLOTS)
@@ -87,7 +97,7 @@ def _produce(
                     # arrival, because the products with K start before it.
                     bring(k_rows, first_row, slot, parity, k_full, empty, k_buffers)
                     mbarrier.expect(v_full.index(slot), v_rows.block_type.nbytes)
-                    tma.async_copy_global_to_shared(v_rows, [first_row, 0], v_full.index(slot), v_buffers.index(slot))
+                    copy_rows(v_rows, first_row, v_full.index(slot), rows_at(v_buffers, slot))
                     turn += 1
         # Take the next item while the consumers still sum the last blocks of this one.
         item = taken(counter, total)
@@ -97,62 +107,72 @@ def _produce(
 
 @gluon.jit
 def _update(
-    dq, turn, n_block, limits, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
+    dq, turn, n_block, own_rows, limits, peaks, deltas, scales, bias, q_rows, dout_rows, k_buffers, v_buffers, barriers,
+    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_BIAS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
     """Return dQ before scaling after key block `turn` of this program, which is block `n_block` of its entry.
 
     `limits`: the first and the last key of the entry that each query sees.
     """
     _, _, k_full, v_full, empty = barriers
+    scale, softcap = scales
     slot, parity = slot_of(turn, SLOTS)
-    k_rows = k_buffers.index(slot)
+    k_rows = rows_at(k_buffers, slot)
     mbarrier.wait(k_full.index(slot), parity)
     s = products(q_rows, k_rows, BLOCK_N, s_layout)
     mbarrier.wait(v_full.index(slot), parity)
-    dp = products(dout_rows, v_buffers.index(slot), BLOCK_N, s_layout)
+    dp = products(dout_rows, rows_at(v_buffers, slot), BLOCK_N, s_layout)
     # S has ended; dP overlaps with the exponentials.
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
-    s = s * scale - gl.expand_dims(peaks, 1)
+    s, capped = logits(s, scale, softcap, softcap is not None)
+    if bias is not None:
+        s, rest = with_bias(
+            s, capped, scale if softcap is None else softcap, bias, steps_of(bias[1], True), n_block, own_rows,
+            numbered(BLOCK_N, s_layout), CONSUMERS * own_rows.shape[0], False, RAW_BIAS,
+        )  # fmt: skip
+        peaks = peaks - rest
+    s = s - gl.expand_dims(peaks, 1)
     if MASKED:
         s = masked(s, limits, n_block, BLOCK_N)
     # The final weights, because lse is over all keys of the row.
-    p = gl.exp2(s)
+    p = through_cap(gl.exp2(s), capped, softcap is not None)
     # This wait passes at once, but it ends a basic block: otherwise the assembler moves the exponentials after the wait
     # below.
     mbarrier.wait(v_full.index(slot), parity)
     dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
     # dS = P * (dP - delta), delta = sum(dout * out) - dlse; the scale is applied at the end.
     ds = p * (dp - gl.expand_dims(deltas, 1))
-    operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
-    dq = hopper.warpgroup_mma(gl.convert_layout(ds.to(q_rows.dtype), operand), k_rows, dq, is_async=True)
-    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+    operand: gl.constexpr = gl.DotOperandLayout(0, dq[0].type.layout, 2)
+    dq = added(dq, gl.convert_layout(ds.to(q_rows[0].dtype), operand), k_rows)
+    dq = completed(dq, 0)
     mbarrier.arrive(empty.index(slot))
     return dq
 
 
 @gluon.jit
 def _attend(
-    dq, turn, first, last, entries, own_rows, peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
-    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, s_layout: gl.constexpr,
+    dq, turn, first, last, entries, own_rows, head, peaks, deltas, scales, alibi, q_rows, dout_rows, k_buffers,
+    v_buffers, barriers,
+    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_BIAS: gl.constexpr, s_layout: gl.constexpr,
 ):  # fmt: skip
     """Return dQ before scaling after entries first .. last - 1, and the turn of the next key block."""
     for index in range(first, last):
         entry = entries + index * ENTRY_COLUMNS
         start, full, full_end, end = visits(entry)
-        # Full blocks need no block number, which only the mask reads.
-        for _ in range(full_end - full):
+        bias = alibi_of(alibi, index, head, scales, RAW_BIAS)
+        for nth in range(full_end - full):
             dq = _update(
-                dq, turn, 0, (0, 0), peaks, deltas, scale, q_rows, dout_rows, k_buffers, v_buffers, barriers,
-                BLOCK_N, SLOTS, False, s_layout,
+                dq, turn, full + nth, own_rows, (0, 0), peaks, deltas, scales, bias, q_rows, dout_rows, k_buffers,
+                v_buffers, barriers, BLOCK_N, SLOTS, RAW_BIAS, False, s_layout,
             )  # fmt: skip
             turn += 1
         limits = seen(own_rows, entry)
         # The blocks before the full ones, then those after them.
         for edge in range(start, end - (full_end - full)):
             dq = _update(
-                dq, turn, gl.where(edge < full, edge, edge + (full_end - full)), limits, peaks, deltas, scale, q_rows,
-                dout_rows, k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, True, s_layout,
+                dq, turn, gl.where(edge < full, edge, edge + (full_end - full)), own_rows, limits, peaks, deltas,
+                scales, bias, q_rows, dout_rows, k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, RAW_BIAS, True,
+                s_layout,
             )  # fmt: skip
             turn += 1
     return dq, turn
@@ -160,23 +180,25 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, per_row, grads, tables, sizes, strides, scales, buffers, barriers, handed,
-    DIM: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    WHICH: gl.constexpr, per_row, grads, tables, sizes, strides, scales, alibi, buffers, barriers, handed,
+    BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, RAW_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the first or the second half of every block's queries."""
+    q_buffer, dout_buffer, k_buffers, v_buffers = buffers
+    PIECES: gl.constexpr = len(k_buffers)
+    COLS: gl.constexpr = k_buffers[0].shape[2]
     # The four warps of a consumer have 16 queries each.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
     lse, delta = per_row
     dq_carried, dq_result = grads
     dq_strides, result_strides, lse_strides, delta_strides = strides
-    scale, in_scale = scales
+    scale, in_scale, softcap = scales
     blocks, entries = tables
     block_count, slots, batches, section, _, _ = sizes
-    q_buffer, dout_buffer, k_buffers, v_buffers = buffers
-    ROWS: gl.constexpr = q_buffer.shape[0] // CONSUMERS
+    ROWS: gl.constexpr = q_buffer[0].shape[0] // CONSUMERS
     # Two consumers share the block's rows of q and dout; each reads half of them.
-    q_rows, dout_rows = q_buffer.slice(WHICH * ROWS, ROWS), dout_buffer.slice(WHICH * ROWS, ROWS)
+    q_rows, dout_rows = rows_from(q_buffer, WHICH * ROWS, ROWS), rows_from(dout_buffer, WHICH * ROWS, ROWS)
     own_rows = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
     # The same rows in the layout of the gradient.
     own_d = WHICH * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, d_layout))
@@ -187,7 +209,7 @@ def _consume(
     item = gl.program_id(0)
     while item < total:
         block, batch, head, live, first, last = work_of(blocks, item, block_count, slots, batches, section)
-        dq = gl.zeros([ROWS, DIM], gl.float32, d_layout)
+        dq = zeros_for(PIECES, ROWS, COLS, d_layout)
         if first < last:
             lse_at = places(lse, lse_strides, block, batch, head, own_rows)
             peaks = gl.load(lse_at, mask=own_rows < live, other=float("-inf")) * LOG2_E
@@ -199,14 +221,13 @@ def _consume(
             mbarrier.wait(barriers[0], items & 1)
             items += 1
             dq, turn = _attend(
-                dq, turn, first, last, entries, own_rows, peaks, deltas, in_scale, q_rows, dout_rows, k_buffers,
-                v_buffers, barriers, BLOCK_N, SLOTS, s_layout,
+                dq, turn, first, last, entries, own_rows, head, peaks, deltas, (in_scale, softcap), alibi, q_rows,
+                dout_rows, k_buffers, v_buffers, barriers, BLOCK_N, SLOTS, RAW_BIAS, s_layout,
             )  # fmt: skip
             # q and dout are not read again, so the producer may load those of the next item.
             mbarrier.arrive(barriers[1])
         deliver(
-            dq * scale, dq_carried, dq_result, dq_strides, result_strides, block, batch, head, own_d, live,
-            DIM, d_layout,
+            dq, scale, dq_carried, dq_result, dq_strides, result_strides, block, batch, head, own_d, live, d_layout,
         )  # fmt: skip
         item = received(rounds, handed, 4)
         rounds += 1
@@ -214,24 +235,22 @@ def _consume(
 
 @gluon.jit(do_not_specialize=VARYING)
 def grad_q_kernel(
-    q, k, v, dout, lse, delta, dq, dq_result, blocks, entries, counter, block_count, slots, batches, section, group,
-    first_kv_head, scale, in_scale,
+    q, k, v, dout, lse, delta, dq, dq_result, blocks, entries, places, slopes, counter, block_count, slots, batches,
+    section, group, first_kv_head, scale, in_scale, softcap,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head,
     dq_row, dq_batch, dq_head, result_row, result_batch, result_head,
     lse_batch, lse_head, lse_row, delta_batch, delta_head, delta_row,
-    DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    D_K: gl.constexpr, D_V: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr,
+    RAW_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Run a program of `attention_gluon.grad_q_gluon`. It starts with the warps of one consumer and adds the others.
 
     Each of the 384 threads starts with 168 registers; the producer's warpgroup keeps 24, so that each consumer has 240.
     """
     dtype: gl.constexpr = q.dtype.element_ty
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, DIM], dtype)
-    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], dtype)
-    q_buffer = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], q_layout)
-    dout_buffer = gl.allocate_shared_memory(dtype, [BLOCK_M, DIM], q_layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [SLOTS, BLOCK_N, DIM], kv_layout)
+    q_buffer = rows_at(buffers_for(dtype, 1, BLOCK_M, D_K), 0)
+    dout_buffer = rows_at(buffers_for(dtype, 1, BLOCK_M, D_V), 0)
+    k_buffers, v_buffers = buffers_for(dtype, SLOTS, BLOCK_N, D_K), buffers_for(dtype, SLOTS, BLOCK_N, D_V)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full, v_full, empty = barriers_for(SLOTS, 1), barriers_for(SLOTS, 1), barriers_for(SLOTS, CONSUMERS)
@@ -245,7 +264,8 @@ def grad_q_kernel(
     inputs, rows, tables, grads = (q, k, v, dout), (lse, delta), (blocks, entries), (dq, dq_result)
     buffers = q_buffer, dout_buffer, k_buffers, v_buffers
     barriers = q_full, q_empty, k_full, v_full, empty
-    sizes, scales = (block_count, slots, batches, section, group, first_kv_head), (scale, in_scale)
+    sizes, alibi = (block_count, slots, batches, section, group, first_kv_head), (places, slopes)
+    scales = scale, in_scale, softcap
     strides = q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, dout_row, dout_batch, dout_head
     dq_strides, result_strides = (dq_row, dq_batch, dq_head), (result_row, result_batch, result_head)
     lse_strides, delta_strides = (lse_row, lse_batch, lse_head), (delta_row, delta_batch, delta_head)
@@ -254,11 +274,11 @@ def grad_q_kernel(
     lower: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_consume, (upper, rows, grads, tables, sizes, by_row, scales, buffers, barriers, handed,
-                        DIM, BLOCK_N, SLOTS)),
-            (_consume, (lower, rows, grads, tables, sizes, by_row, scales, buffers, barriers, handed,
-                        DIM, BLOCK_N, SLOTS)),
-            (_produce, (inputs, tables, counter, sizes, strides, buffers, barriers, handed, BLOCK_N, SLOTS)),
+            (_consume, (upper, rows, grads, tables, sizes, by_row, scales, alibi, buffers, barriers, handed,
+                        BLOCK_N, SLOTS, RAW_BIAS)),
+            (_consume, (lower, rows, grads, tables, sizes, by_row, scales, alibi, buffers, barriers, handed,
+                        BLOCK_N, SLOTS, RAW_BIAS)),
+            (produce, (inputs, tables, counter, sizes, strides, buffers, barriers, handed, BLOCK_N, SLOTS)),
         ],
         [4, 1],
         [240, 24],

@@ -12,7 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ringattn.kernels.attention_options import bias_of
 from ringattn.kernels.attention_tiles import ends_of, entries_of, item_of, rows_and_band, run_of
+
+copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Start a copy by TMA into shared memory. Triton 3.9 renamed the function."""
 
 
 @gluon.jit
@@ -43,12 +47,48 @@ def work_of(blocks, item, block_count, slots, batches, section):
 
 
 @gluon.jit
-def described(base, first, stride, distance, count, buffer):
-    """Make a descriptor of `count` rows, every `stride`-th from row `first` on. It loads boxes shaped like `buffer`."""
-    layout: gl.constexpr = buffer.layout
+def buffers_for(dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """Allocate SLOTS buffers for rows of DIM columns. Return a tuple with the buffers of each piece of the columns.
+
+    A shape has powers of two only, so 192 columns are three pieces of 64. Other dimensions are one piece.
+    """
+    COLS: gl.constexpr = DIM & -DIM
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
+    pieces = ()
+    for _ in gl.static_range(DIM // COLS):
+        pieces += (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, COLS], layout),)  # type: ignore[assignment]
+    return pieces
+
+
+@gluon.jit
+def rows_at(buffers, slot):
+    """Return the rows in a slot: a tuple with the buffer of each piece of the columns."""
+    rows = ()
+    for piece in gl.static_range(len(buffers)):
+        rows += (buffers[piece].index(slot),)  # type: ignore[assignment]
+    return rows
+
+
+@gluon.jit
+def rows_from(rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Return COUNT rows from FIRST on, of each piece of the columns."""
+    part = ()
+    for piece in gl.static_range(len(rows)):
+        part += (rows[piece].slice(FIRST, COUNT),)  # type: ignore[assignment]
+    return part
+
+
+@gluon.jit
+def described(base, first, stride, distance, count, rows):
+    """Make a descriptor of `count` rows, every `stride`-th from row `first` on.
+
+    It loads boxes shaped like each of `rows`, a tuple with the buffer of each piece of the columns.
+    """
+    box: gl.constexpr = rows[0].shape
+    layout: gl.constexpr = rows[0].layout
     first_row = base + first.to(gl.int64) * distance
     step = stride.to(gl.int64) * distance
-    return tma.make_tensor_descriptor(first_row, [count, buffer.shape[1]], [step, 1], buffer.shape, layout)
+    return tma.make_tensor_descriptor(first_row, [count, len(rows) * box[1]], [step, 1], box, layout)
 
 
 @gluon.jit
@@ -70,13 +110,20 @@ def landed(turn, full, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def bring(rows, first_row, slot, parity, full, empty, buffers):
+def copy_rows(descriptor, first_row, full, rows):
+    """Start to load the block of rows from `first_row` on into `rows`, the buffers of all pieces of the columns."""
+    for piece in gl.static_range(len(rows)):
+        copy_block(descriptor, [first_row, piece * rows[0].shape[1]], full, rows[piece])
+
+
+@gluon.jit
+def bring(descriptor, first_row, slot, parity, full, empty, buffers):
     """Load the block of rows from `first_row` on into a slot, as soon as the slot's readers are done."""
     # The other parity belongs to the previous use, whose readers must be done. On a new barrier this wait passes.
     mbarrier.wait(empty.index(slot), parity ^ 1)
     # Announce the bytes before the copy: the barrier flips when they have arrived.
-    mbarrier.expect(full.index(slot), rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(rows, [first_row, 0], full.index(slot), buffers.index(slot))
+    mbarrier.expect(full.index(slot), descriptor.block_type.nbytes * len(buffers))
+    copy_rows(descriptor, first_row, full.index(slot), rows_at(buffers, slot))
 
 
 @gluon.jit
@@ -171,11 +218,44 @@ CONSUMERS = gl.constexpr(2)
 
 @gluon.jit
 def products(left, right, COLS: gl.constexpr, layout: gl.constexpr):
-    """Start the product of the rows of `left` with the rows of `right`: (left rows, COLS)."""
-    ROWS: gl.constexpr = left.shape[0]
+    """Start the product of the rows of `left` with the rows of `right`: (left rows, COLS).
+
+    Each of the two is a tuple of the pieces of its columns. The products of all pieces have the same sums.
+    """
+    ROWS: gl.constexpr = left[0].shape[0]
     # With use_acc=False the zeros are not read; they only define the layout of the product.
-    zeros = gl.zeros([ROWS, COLS], gl.float32, layout)
-    return hopper.warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    sums = gl.zeros([ROWS, COLS], gl.float32, layout)
+    for piece in gl.static_range(len(left)):
+        right_columns = right[piece].permute((1, 0))
+        sums = hopper.warpgroup_mma(left[piece], right_columns, sums, use_acc=piece > 0, is_async=True)
+    return sums
+
+
+@gluon.jit
+def zeros_for(PIECES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
+    """Return sums of zero for ROWS rows: a tuple with COLS columns for each of the PIECES."""
+    sums = ()
+    for _ in gl.static_range(PIECES):
+        sums += (gl.zeros([ROWS, COLS], gl.float32, layout),)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def added(sums, weights, rows):
+    """Start to add the products of `weights` with `rows` to the sums, for each piece of the columns."""
+    started = ()
+    for piece in gl.static_range(len(rows)):
+        started += (hopper.warpgroup_mma(weights, rows[piece], sums[piece], is_async=True),)  # type: ignore[assignment]
+    return started
+
+
+@gluon.jit
+def completed(sums, RUNNING: gl.constexpr):
+    """Wait until at most RUNNING products are in progress. Return the sums of all pieces of the columns."""
+    ended = hopper.warpgroup_mma_wait(RUNNING, deps=sums)
+    if len(sums) == 1:
+        ended = (ended,)
+    return ended
 
 
 @gluon.jit
@@ -196,18 +276,48 @@ def masked(s, limits, index, COLS: gl.constexpr):
 
 
 @gluon.jit
+def numbered(COLS: gl.constexpr, layout: gl.constexpr):
+    """Return the numbers of the columns of scores in `layout`, as floats."""
+    cols = gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
+    # A thread's columns are a base, which is 0, 2, 4 or 6, plus constants. Only the base takes a conversion.
+    return (cols & ~6).to(gl.float32) + (cols & 6).to(gl.float32)
+
+
+@gluon.jit
+def alibi_of(alibi, index, head, scales, RAW: gl.constexpr):
+    """Return what `bias_of` does for entry `index` and query head `head`, or None without ALiBi.
+
+    `alibi`: the places of the entries and the slopes. `scales`: those of `logits`.
+    """
+    places, slopes = alibi
+    scale, softcap = scales
+    bias = None
+    if slopes is not None:
+        bias = bias_of(places, index, slopes, head, scale if softcap is None else softcap, RAW)
+    return bias
+
+
+@gluon.jit
 def deliver(
-    total, carried, result, carried_strides, result_strides, block, batch, head, own_rows, live,
-    DIM: gl.constexpr, layout: gl.constexpr,
+    sums, factor, carried, result, carried_strides, result_strides, block, batch, head, own_rows, live,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Add the sum that is carried between launches and store it, or write the result if this launch is the last."""
+    """Add the sums that are carried between launches and store them, or write the result if this launch is the last.
+
+    `sums`: those of each piece of the columns. `factor`: None, or what this launch's sums are multiplied by.
+    """
     begins, ends = ends_of(block)
     inside = gl.expand_dims(own_rows < live, 1)
-    if carried is not None:
-        pointers = over_dims(places(carried, carried_strides, block, batch, head, own_rows), DIM, layout)
-        # For a FIRST block there is no sum yet.
-        total += gl.load(pointers, mask=inside & (begins == 0), other=0.0)
-        gl.store(pointers, total, mask=inside & (ends == 0))
-    if result is not None:
-        pointers = over_dims(places(result, result_strides, block, batch, head, own_rows), DIM, layout)
-        gl.store(pointers, total.to(result.dtype.element_ty), mask=inside & ends)
+    COLS: gl.constexpr = sums[0].shape[1]
+    for piece in gl.static_range(len(sums)):
+        total = sums[piece] if factor is None else sums[piece] * factor
+        if carried is not None:
+            rows = places(carried, carried_strides, block, batch, head, own_rows)
+            pointers = over_dims(rows + piece * COLS, COLS, layout)
+            # For a FIRST block there is no sum yet.
+            total += gl.load(pointers, mask=inside & (begins == 0), other=0.0)
+            gl.store(pointers, total, mask=inside & (ends == 0))
+        if result is not None:
+            rows = places(result, result_strides, block, batch, head, own_rows)
+            pointers = over_dims(rows + piece * COLS, COLS, layout)
+            gl.store(pointers, total.to(result.dtype.element_ty), mask=inside & ends)

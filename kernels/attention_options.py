@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.attention_tiles import LOG2_E, compiled_with
+from ringattn.kernels.attention_tiles import LOG2_E, compiled_with, keeps_order, logit_scales
 from ringattn.kernels.launch import PLACES, POSITIONS, Config, Table, padded
 
 # --- ALiBi -----------------------------------------------------------------------------------------------------------
@@ -34,6 +34,18 @@ PLACE_COLUMNS = tl.constexpr(PLACES)
 def adds_raw(factor: float) -> bool:
     """Return whether a bias divided by `factor` may be added before the logits are multiplied by `factor`."""
     return abs(factor) >= 2.0**-20
+
+
+def factor_of(options: CallOptions) -> float:
+    """Return the last factor of a logit: that of the tanh with softcap, else that of the product."""
+    softcap = options.get("softcap")
+    return logit_scales(options["scale"], softcap)[softcap is not None]
+
+
+def peaks_raw(options: CallOptions) -> bool:
+    """Return whether the forward may find the largest logit of a row before it multiplies by the last factor."""
+    factor = factor_of(options)
+    return keeps_order(factor) and (options.get("slopes") is None or adds_raw(factor))
 
 
 @triton.jit
@@ -58,31 +70,49 @@ def steps_of(place, AGAIN: tl.constexpr):
 
 
 @triton.jit
-def biased(s, slope, place, steps, index, OWN: tl.constexpr, OTHER: tl.constexpr, KEYS_OWN: tl.constexpr):
+def biased(s, slope, place, steps, index, own, other, OWN: tl.constexpr, KEYS_OWN: tl.constexpr):
     """Return (t, rest), where the score with ALiBi is t + rest and `rest` is a number per query.
 
-    `s` has the (OWN, OTHER) pairs of block `index` of the entry's rows. With KEYS_OWN the own rows are keys, and `rest`
-    is a single factor: the number of a query is `rest` times its distance in positions from the first query of the
-    block.
+    `s` has the pairs of rows `own` of a block of OWN rows with the rows of block `index` of the entry. `own` and
+    `other`: the number of each row in its block. With KEYS_OWN the own rows are keys, and `rest` is a single factor:
+    the number of a query is `rest` times its distance in positions from the first query of the block.
     """
+    OTHER: tl.constexpr = other.shape[0]
     ahead, own_step, other_step = steps
     # The position of row i of the block minus that of row j of the entry's block is
     #     ahead + i * own_step - j * other_step.
     ahead -= index * OTHER * other_step
     farthest = ahead + (OWN - 1) * own_step
-    crossing = (ahead < (OTHER - 1) * other_step) & (farthest > 0)
+    crossing = (ahead < other_step * (OTHER - 1)) & (farthest > 0)
     # The slope with the sign of the distance if it is the same for all pairs; else 0, and the branch adds the bias.
     signed = tl.where(crossing, 0.0, tl.where(farthest > 0, slope, -slope))
-    own_offset = (ahead + tl.arange(0, OWN) * own_step).to(tl.float32)
-    other_offset = (tl.arange(0, OTHER) * other_step).to(tl.float32)
-    s += -signed * own_offset[:, None] if KEYS_OWN else signed * other_offset[None, :]
+    own_offset = (ahead + own * own_step).to(tl.float32)
+    other_offset = (other * other_step).to(tl.float32)
+    s = s + (-signed * own_offset[:, None] if KEYS_OWN else signed * other_offset[None, :])
     if crossing:
         # Load again, so that this stays a branch. Otherwise the compiler may compute it for every block and select.
         ahead, own_step, other_step = steps_of(place, True)
-        own_offset = (ahead - index * OTHER * other_step + tl.arange(0, OWN) * own_step).to(tl.float32)
-        other_offset = (tl.arange(0, OTHER) * other_step).to(tl.float32)
-        s -= slope * tl.abs(own_offset[:, None] - other_offset[None, :])
+        own_offset = (ahead - index * OTHER * other_step + own * own_step).to(tl.float32)
+        other_offset = (other * other_step).to(tl.float32)
+        s = s - slope * tl.abs(own_offset[:, None] - other_offset[None, :])
     return s, signed if KEYS_OWN else -signed * own_offset
+
+
+@triton.jit
+def with_bias(
+    s, raw, factor, alibi, steps, index, own, other, OWN: tl.constexpr, KEYS_OWN: tl.constexpr, RAW: tl.constexpr
+):  # fmt: skip
+    """Add ALiBi to the scores `s` = `raw` * `factor`: return (t, rest), whose sum is the biased score; see `biased`.
+
+    `alibi`: the slope and the place, `steps`: the distances, as `biased` takes them. With RAW the bias is added before
+    the multiplication by `factor`.
+    """
+    if RAW:
+        s, rest = biased(raw, alibi[0], alibi[1], steps, index, own, other, OWN, KEYS_OWN)
+        s, rest = s * factor, rest * factor
+    else:
+        s, rest = biased(s, alibi[0], alibi[1], steps, index, own, other, OWN, KEYS_OWN)
+    return s, rest
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------

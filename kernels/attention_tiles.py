@@ -96,6 +96,12 @@ def logits(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def through_cap(p, capped, SOFTCAP: tl.constexpr):
+    """Return `p`, with SOFTCAP multiplied by the derivative of the tanh; both as `logits` has them."""
+    return p * (1.0 - capped * capped) if SOFTCAP else p
+
+
+@triton.jit
 def item_of(blocks, item, block_count, slots, batches, section):
     """Return (block, batch, head, idle) of an item. A block with fewer heads than `slots` has idle items.
 
@@ -279,13 +285,16 @@ def describable(*tensors: Tensor) -> bool:
     API, `cuTensorMapEncodeTiled`). A row stride of 0 is not supported, and tensors that several heads share at a stride
     of 0 are left to plain loads.
     """
-    return all(
-        x.dtype in (torch.float16, torch.bfloat16)
-        and x.data_ptr() % 16 == 0
+    return all(x.dtype in (torch.float16, torch.bfloat16) and aligned(x) for x in tensors)
+
+
+def aligned(x: Tensor) -> bool:
+    """Return whether TMA supports the base address and the strides of a tensor (rows, batch, heads, dim)."""
+    return (
+        x.data_ptr() % 16 == 0
         and not any(stride * x.itemsize % 16 for stride in x.stride()[:3])
         and x.stride(0) > 0
         and (x.stride(2) > 0 or x.shape[2] == 1)
-        for x in tensors
     )
 
 

@@ -1,11 +1,11 @@
 """Kernel launches: a launch as a value, its tables and memory, and repeated launches through kept handles.
 
-A `LaunchCall` is a launch that has not happened yet. It can be launched directly, compiled without a launch
-(`kernel.warmup`), or turned into a kept handle.
+A `LaunchCall` is a launch that has not happened yet. It can be launched directly, compiled without a launch, or turned
+into a kept handle.
 
 `kernel[grid](...)` binds and specializes every argument at each launch. With kept handles a launch costs the host a few
 microseconds: a call is prepared once, as a `Repeat`. After that only its tensors change, and the compiled kernel is
-called directly, as in the last line of `kernel[grid](...)` (`CompiledKernel.run`, the same in Triton 3.6 and 3.7). The
+called directly, as in the last line of `kernel[grid](...)` (`CompiledKernel.run`, the same in Triton 3.6 to 3.9). The
 interpreter compiles nothing, so there a repeat runs the call itself.
 Guarantees: a repeat launches the kernel that `call.run()` would launch, on the current device and stream, as long as
 the tensors keep their dtypes, their shapes and the result of `layouts`. A new combination is compiled once. Triton's
@@ -176,6 +176,10 @@ class Table(NamedTuple):
     together: int = 1
 
 
+COMPILED = {"enable_fp_fusion": True}
+"""The compiler's keywords of every launch. Triton 3.10 will fuse multiplication and addition only if asked to."""
+
+
 class LaunchCall(NamedTuple):
     """The launch `kernel[grid](*args, **meta)`. `meta`: the compile-time constants, `num_warps`, `num_stages`.
 
@@ -196,7 +200,11 @@ class LaunchCall(NamedTuple):
     def run(self) -> None:
         """Launch on the current device and stream."""
         with Scratch():
-            self.kernel[self.grid](*self.args, **self.meta)
+            self.kernel[self.grid](*self.args, **self.meta, **COMPILED)
+
+    def warmup(self) -> Any:
+        """Compile for the current device without a launch, and return Triton's compiled kernel."""
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.meta, **COMPILED)
 
 
 def padded(dim: int) -> int:
@@ -220,7 +228,7 @@ class Handle(NamedTuple):
     """A loaded kernel: `run(x, y, z, stream, function, packed, None, None, None, *args, *constants)` launches it.
 
     `resident`: the number of its blocks that fit on a multiprocessor at once. `scratch`: the bytes of global memory per
-    program. `spills`: the number of spilled registers, as Triton reports it. `name`: the kernel's name.
+    program. `kernel`: Triton's compiled kernel; from Triton 3.9 on, it unloads the function when it is freed.
     """
 
     run: Callable[..., None]
@@ -229,8 +237,7 @@ class Handle(NamedTuple):
     constants: tuple[Any, ...]
     resident: int
     scratch: int
-    spills: int
-    name: str
+    kernel: Any
 
 
 class Repeat:
@@ -332,14 +339,11 @@ def _key(call: LaunchCall, device: int) -> Hashable:
 
 def _compiled(call: LaunchCall) -> Handle:
     """Compile and load the kernel. In every kernel's signature here the constants follow the other arguments."""
-    kernel = call.kernel.warmup(*call.args, grid=call.grid, **call.meta)
+    kernel = call.warmup()
     constants = tuple(call.meta[name] for name in call.kernel.arg_names[len(call.args) :])
     run = kernel.run  # loads the kernel, which sets `function` and `n_regs`
     scratch = kernel.metadata.global_scratch_size * kernel.metadata.num_ctas
-    return Handle(
-        run, kernel.function, kernel.packed_metadata, constants, _resident(kernel), scratch, kernel.n_spills,
-        call.kernel.fn.__name__,
-    )  # fmt: skip
+    return Handle(run, kernel.function, kernel.packed_metadata, constants, _resident(kernel), scratch, kernel)
 
 
 def _resident(kernel: Any) -> int:

@@ -1,7 +1,8 @@
 """The choice of the kernels' form (gluon, descriptors or pointers) for the Triton engine.
 
 Guarantees: a form that was requested by name runs, or the call is refused with an error. Otherwise the choice is the
-first of gluon, descriptors and pointers that supports the call. Block sizes are chosen before a pass. A tensor that no
+first of gluon, descriptors and pointers that supports the call; gluon on sm_100 has not run on a GPU, so only its name
+chooses it. Block sizes are chosen before a pass. A tensor that no
 descriptor can read changes only the form, never the block sizes, so the block tables and their flags stay valid.
 """
 
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from ringattn.errors import UnsupportedError
 from ringattn.kernels.attention_gluon import (
-    CONFIG,
     DIMS,
-    GRAD_KV,
-    GRAD_Q,
+    TENSOR_MEMORY,
+    TENSOR_MEMORY_CONFIGS,
+    WIDE_KEYS,
+    gluon_adds,
+    gluon_configs,
     gluon_lacks,
     gluon_missing,
     gluon_takes,
+    unreadable,
 )
 from ringattn.kernels.attention_tiles import describable
 from ringattn.kernels.configs import ARCHITECTURES, Configs, configs_for
@@ -36,12 +40,13 @@ def forward_config(table: Config, q: Tensor, value_dim: int, arch: int, options:
     `table`: the choice without Gluon. `named`: the user requested the form of `table`, so no other may replace it.
     Raises UnsupportedError if "gluon" was requested and does not support the call.
     """
-    why = gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), options)
     if named and table.form == "gluon":
-        # K and V are not available yet. Gluon needs equal head dimensions, so q can represent them.
-        if refusal := why or gluon_takes(q, q, q, arch, options):
+        # K and V are not available yet: `readable` checks them.
+        why = gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), options)
+        if refusal := why or unreadable(q) or _other_kernel(table, TENSOR_MEMORY_CONFIGS.forward, arch):
             raise _refused(refusal)
-    return table if named or why else CONFIG
+    chosen = not named and not not_chosen(arch, q.dtype, (q.shape[3], value_dim), options)
+    return gluon_configs(q.shape[3], options).forward if chosen else table
 
 
 def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, options: Options, named: bool) -> Config:
@@ -57,10 +62,20 @@ def readable(config: Config, q: Tensor, k: Tensor, v: Tensor, arch: int, options
 
 
 def gradient_configs(table: Configs, q: Tensor, value_dim: int, arch: int, options: Options, named: bool) -> Configs:
-    """Return the form and the blocks of the dQ kernel and of the dK/dV kernel; arguments as for `forward_config`."""
-    if named or gluon_lacks(arch, q.dtype, (q.shape[3], value_dim), options):
+    """Return the form and the blocks of the backward kernels; arguments as for `forward_config`."""
+    if named or not_chosen(arch, q.dtype, (q.shape[3], value_dim), options):
         return table
-    return table._replace(grad_q=GRAD_Q[value_dim], grad_kv=GRAD_KV[value_dim])
+    gluon = gluon_configs(q.shape[3], options)
+    return table._replace(grad_q=gluon.grad_q, grad_kv=gluon.grad_kv, grad_fused=gluon.grad_fused)
+
+
+def named_gluon(arch: int, dtype: torch.dtype, dim: int, options: Options) -> Configs:
+    """Return the blocks of form "gluon". If it has none for a call, `forward_config` or a backward refuses the call."""
+    configs = gluon_configs(dim if dim in (*DIMS, WIDE_KEYS[0]) else DIMS[-1], options, arch)
+    if arch in TENSOR_MEMORY:
+        # A fused backward keeps its default form.
+        configs = configs._replace(grad_fused=configs_for(arch, dtype, dim).grad_fused)
+    return configs
 
 
 def gradients_readable(
@@ -69,15 +84,39 @@ def gradients_readable(
 ) -> Configs:  # fmt: skip
     """Return `configs` in forms that can read q, k, v and dout: Gluon for both kernels, or the table's forms for both.
 
-    Blocks of dQ have the same number of queries in the table and in Gluon, so the flags stay valid. Raises
-    UnsupportedError if "gluon" was requested and cannot read the tensors.
+    Blocks of dQ keep their number of queries, so the flags stay valid. Raises UnsupportedError if "gluon" was requested
+    and cannot read the tensors.
     """
     q, k, v, dout = rows
-    if configs.grad_q.form == "gluon" and (why := gluon_takes(q, k, v, arch, options, dout)):
+    refusal = gluon_takes(q, k, v, arch, options, dout) or _other_kernel(
+        configs.grad_kv, TENSOR_MEMORY_CONFIGS.grad_kv, arch
+    )
+    if configs.grad_q.form == "gluon" and refusal:
         if named:
-            raise _refused(why)
-        configs = table
+            raise _refused(refusal)
+        grad_q = table.grad_q
+        if grad_q.block_m != configs.grad_q.block_m:
+            grad_q = configs.grad_q._replace(num_warps=8, form="descriptors")
+        configs = table._replace(grad_q=grad_q)
     return configs._replace(grad_q=loadable(configs.grad_q, k, v), grad_kv=loadable(configs.grad_kv, q, dout))
+
+
+def fused_readable(
+    configs: Configs, table: Configs, rows: tuple[Tensor, Tensor, Tensor, Tensor], dq: Tensor, arch: int,
+    options: Options, named: bool,
+) -> Config:  # fmt: skip
+    """Return the form and the blocks of a fused backward that reads q, k, v and dout and adds to `dq`.
+
+    Raises UnsupportedError if "gluon" was requested and does not support the tensors.
+    """
+    q, k, v, dout = rows
+    refusal = gluon_takes(q, k, v, arch, options, dout) or gluon_adds(dq, arch, options)
+    if configs.grad_fused.form == "gluon" and refusal:
+        if named:
+            raise _refused(refusal)
+        configs = table
+    # Key blocks read q and dout block by block, so a descriptor must be able to read these two.
+    return loadable(configs.grad_fused, q, dout)
 
 
 def loadable(config: Config, *read: Tensor) -> Config:
@@ -90,15 +129,36 @@ def loadable(config: Config, *read: Tensor) -> Config:
 def describe_forms(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Options) -> str:
     """Describe the form that runs by default, and why a better form does not support the call."""
     form = configs_for(arch, dtype, max(dims)).forward.form
-    if why := gluon_lacks(arch, dtype, dims, options):
+    if why := not_chosen(arch, dtype, dims, options):
         return f"forward uses form {form} ({why})"
     return f"forward uses form gluon, or {form} for tensors that gluon cannot read"
 
 
 def default_form(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Options) -> str:
     """Return the form that runs by default, for tensors that it can read."""
-    missing = gluon_lacks(arch, dtype, dims, options)
-    return configs_for(arch, dtype, max(dims)).forward.form if missing else "gluon"
+    why = not_chosen(arch, dtype, dims, options)
+    return configs_for(arch, dtype, max(dims)).forward.form if why else "gluon"
+
+
+def not_chosen(arch: int, dtype: torch.dtype, dims: tuple[int, int], options: Options) -> str | None:
+    """Return why a call that names no form does not use Gluon, or None."""
+    return gluon_lacks(arch, dtype, dims, options) or _untested(arch)
+
+
+def _other_kernel(config: Config, wide: Config, arch: int) -> str | None:
+    """Return why a config that the caller chose is for the kernel of another architecture, or None.
+
+    `wide`: the config of the kernel for tensor memory, which has more queries in a block.
+    """
+    if (config.block_m == wide.block_m) == (arch in TENSOR_MEMORY):
+        return None
+    return f"blocks of {config.block_m} queries are for a kernel of another architecture than sm_{arch}"
+
+
+def _untested(arch: int) -> str | None:
+    if arch not in TENSOR_MEMORY:
+        return None
+    return f"the Gluon kernels for sm_{arch} have not run on a GPU; form='gluon' chooses them"
 
 
 def nearest(capability: tuple[int, int]) -> int | None:
@@ -113,12 +173,10 @@ def on_device(capability: tuple[int, int]) -> str:
         return f"engine='triton' does not run on {name}: it needs sm_{ARCHITECTURES[0]}"
     table = configs_for(arch, torch.bfloat16, DIMS[-1]).forward.form
     rest = "pointers" if table == "pointers" else f"{table}, or pointers for rows that TMA cannot describe"
-    if why := gluon_missing(arch):
+    if why := gluon_missing(arch) or _untested(arch):
         return f"engine='triton' on {name}: {rest} ({why})"
-    dims = " and ".join(map(str, DIMS))
-    return (
-        f"engine='triton' on {name}: gluon for head dimensions {dims} without softcap, ALiBi and dropout, else {rest}"
-    )
+    dims = f"{', '.join(map(str, DIMS))}, and keys of {WIDE_KEYS[0]} with values of {WIDE_KEYS[1]},"
+    return f"engine='triton' on {name}: gluon for head dimensions {dims} without dropout, else {rest}"
 
 
 def _refused(why: str) -> UnsupportedError:

@@ -29,9 +29,10 @@ from ringattn.engine.blocks import Blocks, Ints, key_blocks, query_blocks, set_f
 from ringattn.engine.forms import (
     Options,
     forward_config,
+    fused_readable,
     gradient_configs,
     gradients_readable,
-    loadable,
+    named_gluon,
     nearest,
     readable,
 )
@@ -39,7 +40,7 @@ from ringattn.engine.philox import KEYS_OF_A_COUNTER, threshold
 from ringattn.errors import UnsupportedError, one_of
 from ringattn.kernels.attention_backward import grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_gluon import forward_gluon, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.attention_options import STEEPEST, CallOptions, Dropout, seed_words
 from ringattn.kernels.attention_tiles import grid_of
 from ringattn.kernels.configs import ARCHITECTURES, DIMS, Configs, configs_for, with_dropout
@@ -141,15 +142,8 @@ class TritonEngine(Accumulating):
             table = work.whole.by_query(config, q.device).steps[work.step]
             # A descriptor may not support the strides or the base address of a tensor.
             config = readable(config, q, k, v, architecture(q.device), options, self._named)
-            if config.form == "gluon":
-                keywords = _call_options(kv, work)
-                return [
-                    forward_gluon(
-                        q, k, v, out, lse, table, config, scale=keywords["scale"], group=keywords["group"],
-                        first_kv_head=keywords["first_kv_head"], result=result, sinks=sinks,
-                    )
-                ]  # fmt: skip
-            return [forward(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_call_options(kv, work))]
+            launch = forward_gluon if config.form == "gluon" else forward
+            return [launch(q, k, v, out, lse, table, config, result=result, sinks=sinks, **_call_options(kv, work))]
 
         operands = (q, kv.k, kv.v, state.lse, *state.out, state.sinks)
         self._launch(work, kv, operands, describe, state.dropout_seed)
@@ -198,32 +192,27 @@ class TritonEngine(Accumulating):
             results = None if k_result is None or v_result is None else (k_result, v_result)
             options, rows, keywords = _options([work]), (q, k, v, dout, lse, delta), _call_options(kv, work)
             table = self._configs_for(q, v.shape[3], options)
+            configs = self._gradient_configs(q, v.shape[3], options)
             if not self._deterministic:
                 assert dq is not None
-                # Key blocks read q and dout block by block, so a descriptor must be able to read these two.
-                by_key = loadable(table.grad_fused, q, dout)
+                by_key = fused_readable(
+                    configs, table, (q, k, v, dout), dq, architecture(q.device), options, self._named
+                )
                 keys = work.whole.by_key(by_key, q.device).steps[work.step]
-                return [grad_kv(*rows, dk, dv, keys, by_key, results=results, dq=dq, **keywords)]
-            configs = self._gradient_configs(q, v.shape[3], options)
-            configs = gradients_readable(configs, table, (q, k, v, dout), architecture(q.device), options, self._named)
+                launch = grad_kv_gluon if by_key.form == "gluon" else grad_kv
+                return [launch(*rows, dk, dv, keys, by_key, results=results, dq=dq, **keywords)]
+            arch = architecture(q.device)
+            configs = gradients_readable(configs, table, (q, k, v, dout), arch, options, self._named)
             queries = work.whole.by_query(configs.grad_q, q.device).steps[work.step]
             # The flags of this table are the step's `Visit`: first on these keys, last, or both.
             keys = work.whole.by_key(configs.grad_kv, q.device).steps[work.step]
             # dQ by query blocks, dK and dV by key blocks: no two programs add to one row, so the bits repeat.
+            launch_q, launch_kv = grad_q, grad_kv
             if configs.grad_q.form == "gluon":
-                scale, group, first = keywords["scale"], keywords["group"], keywords["first_kv_head"]
-                return [
-                    grad_q_gluon(
-                        *rows, dq, queries, configs.grad_q, scale=scale, group=group, first_kv_head=first, result=result
-                    ),
-                    grad_kv_gluon(
-                        *rows, dk, dv, keys, configs.grad_kv, scale=scale, group=group, first_kv_head=first,
-                        results=results,
-                    ),
-                ]  # fmt: skip
+                launch_q, launch_kv = partial(grad_q_gluon, arch=arch), partial(grad_kv_gluon, arch=arch)
             return [
-                grad_q(*rows, dq, queries, configs.grad_q, result=result, **keywords),
-                grad_kv(*rows, dk, dv, keys, configs.grad_kv, results=results, **keywords),
+                launch_q(*rows, dq, queries, configs.grad_q, result=result, **keywords),
+                launch_kv(*rows, dk, dv, keys, configs.grad_kv, results=results, **keywords),
             ]
 
         sums, results = (
@@ -249,7 +238,8 @@ class TritonEngine(Accumulating):
         if not backward:
             launches = [(by_query, self._forward_config(q, sizes.value_dim, options), 0)]
         elif not self._deterministic:
-            launches = [(by_key, self._configs_for(q, sizes.value_dim, options).grad_fused, 0)]
+            # With Gluon the rows of dout and dQ have a descriptor too.
+            launches = [(by_key, self._gradient_configs(q, sizes.value_dim, options).grad_fused, 2)]
         else:
             configs = self._gradient_configs(q, sizes.value_dim, options)
             # With Gluon the rows of dout have a descriptor too.
@@ -315,9 +305,7 @@ class TritonEngine(Accumulating):
             return self._configs
         arch = architecture(q.device)
         if self._form == "gluon":
-            # If Gluon has no blocks for this call, `begin` refuses it.
-            configs = configs_for(arch, q.dtype, dim)._replace(forward=CONFIG)
-            return configs._replace(grad_q=GRAD_Q[dim], grad_kv=GRAD_KV[dim]) if dim in GRAD_Q else configs
+            return named_gluon(arch, q.dtype, dim, options)
         try:
             configs = configs_for(arch, q.dtype, dim, self._form)
             return with_dropout(configs) if "dropout_p" in options else configs

@@ -63,7 +63,7 @@ def test_a_kernel_is_recompiled_for_another_gpu(monkeypatch: pytest.MonkeyPatch)
         def __init__(self) -> None:
             self.device_caches: dict[int, int] = {}
 
-        def warmup(self, grid: tuple[int]) -> int:
+        def warmup(self, grid: tuple[int], **keywords: bool) -> int:
             return self.device_caches.setdefault(0, driver.active.get_current_target().arch)
 
     monkeypatch.setattr(driver, "_active", None)
@@ -82,7 +82,8 @@ def test_kernels(tmp_path: Path) -> None:
     assert [row["engine"] for row in record["speed"]] == ["pointers", "fused"]
     assert all(row["forward_us"] > 0 and row["backward_us"] > 0 and "failed" not in row for row in record["speed"])
     assert set(record["ring steps"]) == {"pointers", "fused"} and record["launch"]["engine call by kept handle"] > 0
-    assert record["refused"]["cudnn"] == "needs a CUDA device" and "sm_90, not sm_80" in record["refused"]["gluon"]
+    assert record["refused"]["cudnn"] == "needs a CUDA device"
+    assert "for sm_90 and sm_100, not sm_80" in record["refused"]["gluon"]
 
 
 class Answers(StandInForWorker):
@@ -264,7 +265,8 @@ def test_spills_reject_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     With one version of the compiler, even the table's entry for dK/dV spills.
     """
-    handles = [SimpleNamespace(name=name, spills=n) for name, n in (("_forward", 2), ("_grad_q", 99), ("_grad_kv", 8))]
+    spills = {"_forward": 2, "_grad_q": 99, "_grad_kv": 8}
+    handles = [SimpleNamespace(kernel=SimpleNamespace(name=name, n_spills=n)) for name, n in spills.items()]
     spilling = SimpleNamespace(handles=lambda: handles, clear=lambda: None)
     monkeypatch.setattr(tune, "kept", spilling)
     monkeypatch.setattr(tune, "with_config", lambda case, config: PlainEngine())

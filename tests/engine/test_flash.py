@@ -1,4 +1,7 @@
-"""The engines that call FlashAttention 3 and 4 obey the engine contract, on stand-ins for the two libraries."""
+"""The engines that call FlashAttention 3 and 4 obey the engine contract, on stand-ins for the two libraries.
+
+Where flash-attn-4 is installed, its op also calls the compiled kernels, up to the launch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringattn.engine import aten, flash
 from ringattn.engine.aten import CPU, HALF_DTYPES, BlockOp
@@ -18,6 +22,7 @@ from ringattn.errors import UnsupportedError
 from tests.contract.engine_contract import EngineContract
 from tests.contract.engine_scenarios import SCENARIOS
 from tests.contract.engine_trial import Trial
+from tests.engine.flash_package import KERNELS, fake_rows, launch, recorded_calls
 from tests.engine.flash_standins import FA3_BACKWARDS, Calls, fa3_library, fa4_module
 
 BOTH = pytest.mark.parametrize("op", [FA3, FA4], ids=lambda op: op.name)
@@ -270,3 +275,38 @@ def test_fa4_takes_narrower_heads_on_sm_100(monkeypatch: pytest.MonkeyPatch) -> 
         assert engine._choose_op(CUDA, torch.bfloat16, 128) == FA4._replace(max_dim=128)
         with pytest.raises(UnsupportedError, match="to 128, not 129"):
             flash_engine("fa4", CUDA, torch.bfloat16, 129)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+def test_arguments_reach_the_compiled_kernels_of_fa4(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels get the engine's views, and their compiled functions accept them and refuse other dtypes.
+
+    Not covered: the deterministic backward, whose semaphores the package exports by a torch with CUDA.
+    """
+    rows, heads, kv_heads, dim, scale = 256, 8, 2, 64, 0.3
+    with recorded_calls(monkeypatch) as calls, FakeTensorMode():
+        counts = (heads, 4), (kv_heads, 1), (kv_heads, 2), (heads, 3)
+        q, k, v, dout = (fake_rows(rows, count, dim, others) for count, others in counts)
+        out, lse = FA4.forward(q, k, v, causal, scale)
+        grads = FA4.backward(dout, q, k, v, out, lse, causal, scale)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    assert [type(call.kernel).__name__ for call in calls] == KERNELS
+
+    forward, preprocess, backward = calls[:3]
+    assert forward.kernel.is_causal == causal and backward.kernel.is_causal == causal
+    assert not backward.kernel.deterministic
+    for call, operands in ((forward, (q, k, v)), (backward, (q, k, v, dout)), (preprocess, (out, dout))):
+        for passed, operand in zip(call.arguments, operands, strict=False):
+            view = operand.transpose(1, 2)
+            assert passed.shape == view.shape and passed.stride() == view.stride() and passed.dtype == torch.bfloat16
+    assert forward.arguments[4].shape == backward.arguments[4].shape == (1, heads, rows)
+    assert forward.arguments[4].dtype == backward.arguments[4].dtype == torch.float32
+    assert forward.arguments[5] == backward.arguments[9] == scale
+
+    for call in calls:
+        with pytest.raises(RuntimeError, match="Cuda Runtime Error"):
+            launch(call)
+    for call in (forward, backward):
+        with pytest.raises((TypeError, ValueError), match="argument #1"):
+            launch(call, {1: torch.empty_like(call.arguments[1], dtype=torch.float32, device="meta")})

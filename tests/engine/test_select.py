@@ -27,7 +27,9 @@ CUDA = torch.device("cuda", 0)
 HALF = torch.bfloat16
 CAPPED, BIASED = Softmax(1.0, 1, 30.0), Softmax(1.0, 1, alibi_slopes=(0.5,))
 DROPPED = Softmax(1.0, dropout_p=0.1)
-DIMS_OF_GLUON = "the Gluon kernel takes head dimensions of 64 or 128, equal for both"
+DIMS_OF_GLUON = (
+    "the Gluon kernel takes head dimensions of 64, 128 or 256, equal for both, or keys of 192 with values of 128"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,8 +110,10 @@ def test_the_least_predicted_time_on_a_known_gpu(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("_hopper")
 def test_a_softcap_on_a_gpu() -> None:
-    for dtype, form in ((torch.float32, "pointers"), (torch.float16, "descriptors"), (HALF, "descriptors")):
-        forms = f"forward uses form {form} (the Gluon kernel has no softcap)"
+    refused = f"descriptors ({DIMS_OF_GLUON}, not 256 and 16)"
+    single = "pointers (the Gluon kernel takes float16 and bfloat16, not torch.float32)"
+    for dtype, form in ((torch.float32, single), (torch.float16, refused), (HALF, refused)):
+        forms = f"forward uses form {form}"
         assert chosen_by_auto(CUDA, dtype, 256, 16, CAPPED) == (
             "triton",
             f"the only fused kernels with a softcap; {forms}",
@@ -125,15 +129,17 @@ def test_a_softcap_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("_hopper")
 def test_alibi_and_dropout_on_a_gpu() -> None:
-    """For ALiBi and dropout auto chooses `triton` on a GPU, with or without a softcap. The Gluon kernel has neither.
+    """For ALiBi and dropout auto chooses `triton` on a GPU, with or without a softcap. The Gluon kernel has no dropout.
 
     For slopes that are too steep for these kernels, it chooses `plain`.
     """
-    expected = "the only fused kernels with {}; forward uses form descriptors (the Gluon kernel has no {})"
-    assert chosen_by_auto(CUDA, softmax=BIASED) == ("triton", expected.format("alibi_slopes", "alibi_slopes"))
+    expected = "the only fused kernels with {}; forward uses form {}"
+    gluon = "gluon, or descriptors for tensors that gluon cannot read"
     both = BIASED._replace(softcap=30.0)
-    assert chosen_by_auto(CUDA, softmax=both) == ("triton", expected.format("a softcap and alibi_slopes", "softcap"))
-    assert chosen_by_auto(CUDA, softmax=DROPPED) == ("triton", expected.format("this dropout", "dropout_p"))
+    refused = "descriptors (the Gluon kernel has no dropout_p)"
+    assert chosen_by_auto(CUDA, softmax=BIASED) == ("triton", expected.format("alibi_slopes", gluon))
+    assert chosen_by_auto(CUDA, softmax=both) == ("triton", expected.format("a softcap and alibi_slopes", gluon))
+    assert chosen_by_auto(CUDA, softmax=DROPPED) == ("triton", expected.format("this dropout", refused))
     name, reason = chosen_by_auto(CUDA, softmax=Softmax(1.0, alibi_slopes=(0.5, -1e10)))
     assert name == "plain" and "takes alibi_slopes to 4294967296, of either sign, not 1e+10" in reason
 
@@ -173,6 +179,7 @@ def test_a_named_engine_is_chosen_or_refused() -> None:
     [
         (HALF, (128, 128), "gluon, or descriptors for tensors that gluon cannot read"),
         (torch.float16, (64, 64), "gluon, or descriptors for tensors that gluon cannot read"),
+        (HALF, (192, 128), "gluon, or descriptors for tensors that gluon cannot read"),
         (HALF, (80, 80), f"descriptors ({DIMS_OF_GLUON}, not 80 and 80)"),
         (HALF, (128, 64), f"descriptors ({DIMS_OF_GLUON}, not 128 and 64)"),
         (torch.float32, (64, 64), "pointers (the Gluon kernel takes float16 and bfloat16, not torch.float32)"),

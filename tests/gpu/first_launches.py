@@ -2,9 +2,11 @@
 
 Each kernel is launched in a separate process with a limit, so that a hung kernel hides no other.
 `python -m tests.gpu.first_launches NAME [tokens=N]` launches one kernel. NAME is FORM/KERNEL/DIM, for example
-gluon/forward/128. FORM is one of `ringattn.kernels.launch.FORMS`. KERNEL is forward, grad_q, grad_kv or, except for
-gluon, grad_fused. With more than 256 tokens the results are not compared: the launch is for a profiler.
-On the CPU, the Gluon kernels run in the simulation of the tests and the others in Triton's interpreter.
+gluon/forward/128. FORM is one of `ringattn.kernels.launch.FORMS`. KERNEL is forward, grad_q, grad_kv or grad_fused.
+With DIM 192, that of keys, values have 128.
+With more than 256 tokens the results are not compared: the launch is for a profiler.
+On the CPU, the Gluon kernels except grad_fused run in the simulation of the tests, and the others in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from ringattn.engine.blocks import Blocks, key_blocks, query_blocks
 from ringattn.engine.plain import PlainEngine
 from ringattn.kernels.attention_backward import grad_kv, grad_q
 from ringattn.kernels.attention_forward import forward
-from ringattn.kernels.attention_gluon import CONFIG, GRAD_KV, GRAD_Q, forward_gluon, grad_kv_gluon, grad_q_gluon
+from ringattn.kernels.attention_gluon import WIDE_KEYS, forward_gluon, gluon_configs, grad_kv_gluon, grad_q_gluon
 from ringattn.kernels.configs import configs_for
 from ringattn.kernels.launch import FIRST, LAST, Kept, LaunchCall, Table
 
 NAMES = (
-    *(f"gluon/{kernel}/{dim}" for dim in (128, 64) for kernel in ("forward", "grad_q", "grad_kv")),
+    *(f"gluon/{kernel}/{dim}" for dim in (128, 64) for kernel in ("forward", "grad_q", "grad_kv", "grad_fused")),
+    *(f"gluon/{kernel}/{dim}" for dim in (192, 256) for kernel in ("forward", "grad_q", "grad_kv")),
     *(f"{form}/{kernel}/128" for form in ("descriptors", "pointers") for kernel in ("forward", "grad_q", "grad_kv")),
     "descriptors/grad_fused/128",
 )
@@ -64,20 +67,20 @@ def call_of(
 ) -> tuple[LaunchCall, dict[str, Tensor]]:
     """Return the launch of a kernel, and the results that it writes, by name."""
     form, kernel, width = name.split("/")
-    gluon, dim, (q, k, v, _), device = form == "gluon", int(width), rows, str(rows[0].device)
-    table: Any = None if gluon else configs_for(90, q.dtype, dim, form)
+    gluon, dim, (q, k, v, dout), device = form == "gluon", int(width), rows, str(rows[0].device)
+    table = gluon_configs(dim) if gluon else configs_for(90, q.dtype, dim, form)
     options: dict[str, Any] = {"scale": dim**-0.5}
     if kernel == "forward":
-        config, result, lse = CONFIG if gluon else table.forward, torch.empty_like(q), torch.empty_like(per_row[0])
+        config, result, lse = table.forward, torch.empty_like(dout), torch.empty_like(per_row[0])
         blocks = table_of(query_blocks([tile], config.block_m, config.block_n), device)
         launch_forward: Any = forward_gluon if gluon else forward
         return launch_forward(q, k, v, None, lse, blocks, config, result=result, **options), {"out": result, "lse": lse}
     if kernel == "grad_q":
-        config, result = GRAD_Q[dim] if gluon else table.grad_q, torch.empty_like(q)
+        config, result = table.grad_q, torch.empty_like(q)
         blocks = table_of(query_blocks([tile], config.block_m, config.block_n), device)
         launch_q: Any = grad_q_gluon if gluon else grad_q
         return launch_q(*rows, *per_row, None, blocks, config, result=result, **options), {"dq": result}
-    config, results = GRAD_KV[dim] if gluon else getattr(table, kernel), (torch.empty_like(k), torch.empty_like(v))
+    config, results = getattr(table, kernel), (torch.empty_like(k), torch.empty_like(v))
     blocks = table_of(key_blocks([tile], 1, config.block_n, config.block_m), device)
     written = {"dk": results[0], "dv": results[1]}
     if kernel == "grad_fused":
@@ -103,7 +106,9 @@ def errors_of(name: str, device: str, tokens: int = TOKENS, heads: int = HEADS) 
     """Launch a kernel once. Return the relative error of each result; none if there are more than `TOKENS` tokens."""
     half = torch.bfloat16 if device == "cuda" else torch.float16  # the simulations have no bfloat16
     make, dim = torch.Generator().manual_seed(0), int(name.split("/")[2])
-    rows = [torch.randn(tokens, 1, heads, dim, generator=make).to(device, half) for _ in range(4)]
+    value_dim = WIDE_KEYS[1] if dim == WIDE_KEYS[0] else dim
+    dims = dim, dim, value_dim, value_dim
+    rows = [torch.randn(tokens, 1, heads, size, generator=make).to(device, half) for size in dims]
     positions = TokenRange(StridedRange(0, tokens), StridedRange(0, tokens))
     tile = Tile(positions, positions, CAUSAL, StridedRange(0, heads))
     if tokens > TOKENS:

@@ -77,12 +77,13 @@ def run_forward(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], 
 
     q, keys, values = inputs
     kept, tables = Kept(), [query_blocks(step, config.block_m, config.block_n) for step in case.steps]
-    out, lse = torch.zeros(q.shape, device="cuda"), torch.full((2, case.heads, case.rows), -torch.inf, device="cuda")
+    out = torch.zeros(*q.shape[:3], values.shape[4], device="cuda")
+    lse = torch.full((2, case.heads, case.rows), -torch.inf, device="cuda")
     result = None
     if set_flags(tables, case.rows, case.heads):
         out.fill_(torch.nan)
         lse.fill_(torch.nan)
-        result = torch.full_like(q, torch.nan)
+        result = torch.full_like(out, torch.nan, dtype=q.dtype)
     for blocks, k, v in zip(tables, keys, values, strict=True):
         table = Table(torch.from_numpy(blocks.blocks).cuda(), torch.from_numpy(blocks.entries).cuda(), blocks.slots)
         call = kernel(q, k, v, out, lse, table, config, scale=SCALE, group=case.group, result=result, **how)
@@ -92,12 +93,12 @@ def run_forward(case: Case, kernel: Any, config: Any, inputs: Sequence[Tensor], 
 
 
 def inputs_of(case: Case, dtype: torch.dtype, dim: int) -> list[Tensor]:
-    """Return q, and K and V of all steps. K/V rows that no tile reads are NaN."""
+    """Return q, and K and V of all steps. K/V rows that no tile reads are NaN. Keys of 192 have values of 128."""
     make = torch.Generator().manual_seed(dim)
-    kv_shape = len(case.steps), case.k_rows, 2, case.heads // case.group, dim
+    kv_shape = len(case.steps), case.k_rows, 2, case.heads // case.group
     q, k, v = (
         torch.randn(shape, generator=make).to("cuda", dtype)
-        for shape in ((case.rows, 2, case.heads, dim), kv_shape, kv_shape)
+        for shape in ((case.rows, 2, case.heads, dim), (*kv_shape, dim), (*kv_shape, 128 if dim == 192 else dim))
     )
     for index, step in enumerate(case.steps):
         read = {row for tile in step for row in tile.k.rows.members()}
@@ -117,7 +118,7 @@ def _hopper() -> None:
 
 
 @pytest.mark.parametrize("programs", [None, 7], ids=["", "7 programs"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim: int, programs: int | None) -> None:
@@ -126,7 +127,7 @@ def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim
     Both kernels round each probability by at most half a unit in the last place, sum in float32, and round the result.
     """
     from ringattn.kernels.attention_forward import forward
-    from ringattn.kernels.attention_gluon import CONFIG, forward_gluon, gluon_takes
+    from ringattn.kernels.attention_gluon import forward_gluon, gluon_configs, gluon_takes
     from ringattn.kernels.configs import configs_for
 
     case = CASES[name]
@@ -135,7 +136,8 @@ def test_the_forward_equals_the_triton_kernel(name: str, dtype: torch.dtype, dim
     sinks = torch.linspace(-1, 2, case.heads, device="cuda") if name in ("ring", "causal") else None
     plain = configs_for(90, dtype, dim).forward
     theirs = run_forward(case, forward, plain._replace(form="pointers"), inputs, sinks=sinks)
-    ours = run_forward(case, forward_gluon, CONFIG, inputs, sinks=sinks, programs=programs)
+    config = gluon_configs(dim).forward
+    ours = run_forward(case, forward_gluon, config, inputs, sinks=sinks, programs=programs)
     unit = torch.finfo(dtype).eps
     largest = float(inputs[2].nan_to_num(0).abs().max())
     torch.testing.assert_close(ours.lse, theirs.lse, rtol=0, atol=2e-5)
@@ -160,8 +162,11 @@ def test_the_forward_has_the_same_bits_each_time(name: str) -> None:
 # --- the backward kernels against the Triton kernels with plain loads, launch by launch -------------------------------
 
 
-Launches = tuple[Callable[..., Any], Any, Callable[..., Any], Any]
-"""The function that makes the launch of dQ, its block sizes, and both for dK and dV."""
+Launches = tuple[Callable[..., Any] | None, Any, Callable[..., Any], Any]
+"""The function that makes the launch of dQ, its block sizes, and both for dK and dV.
+
+If there is no launch of dQ, the launch of dK and dV adds to dQ.
+"""
 
 
 def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +176,7 @@ def rows_of(case: Case, q: Tensor, keys: Tensor, values: Tensor, dout: Tensor) -
     from ringattn.kernels.launch import Table
 
     config = configs_for(90, torch.float32, q.shape[3]).forward
-    out = torch.zeros(q.shape, device=q.device)
+    out = torch.zeros(dout.shape, device=q.device)
     lse = torch.full((q.shape[1], case.heads, case.rows), -torch.inf, device=q.device)
     for step, k, v in zip(case.steps, keys.float(), values.float(), strict=True):
         blocks = query_blocks(step, config.block_m, config.block_n)
@@ -200,7 +205,10 @@ def run_backward(
         ]
         rows = q, keys[index], values[index], dout, *per_row
         options = {"scale": SCALE, "group": case.group, **how}
-        by_query(*rows, dq, tables[0], query_config, **options).run()
+        if by_query is None:
+            options["dq"] = dq
+        else:
+            by_query(*rows, dq, tables[0], query_config, **options).run()
         by_key(*rows, dk[index], dv[index], tables[1], key_config, **options).run()
     return [dq, dk, dv]
 
@@ -213,10 +221,11 @@ def triton_launches(dtype: torch.dtype, dim: int) -> Launches:
     return grad_q, table.grad_q, grad_kv, table.grad_kv
 
 
-def gluon_launches(dim: int) -> Launches:
-    from ringattn.kernels.attention_gluon import GRAD_KV, GRAD_Q, grad_kv_gluon, grad_q_gluon
+def gluon_launches(dim: int, fused: bool = False) -> Launches:
+    from ringattn.kernels.attention_gluon import gluon_configs, grad_kv_gluon, grad_q_gluon
 
-    return grad_q_gluon, GRAD_Q[dim], grad_kv_gluon, GRAD_KV[dim]
+    configs = gluon_configs(dim)
+    return None if fused else grad_q_gluon, configs.grad_q, grad_kv_gluon, configs.grad_kv
 
 
 def errors(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> list[float]:
@@ -228,20 +237,23 @@ def errors(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> list[fl
 
 
 @pytest.mark.parametrize("programs", [None, 7], ids=["", "7 programs"])
-@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dim", "fused"), [(64, False), (128, False), (192, False), (256, False), (64, True), (128, True)],
+    ids=["64", "128", "192", "256", "64-fused", "128-fused"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_the_backward_is_as_exact_as_the_triton_kernels(
-    name: str, dtype: torch.dtype, dim: int, programs: int | None
+    name: str, fused: bool, dtype: torch.dtype, dim: int, programs: int | None
 ) -> None:
     """Compared with float32 kernels, the Gluon kernels' error is at most 1.25 times that of the Triton kernels."""
     case = CASES[name]
     q, keys, values = inputs_of(case, dtype, dim)
-    inputs = q, keys, values, torch.randn_like(q)
+    inputs = q, keys, values, torch.randn_like(q[..., : values.shape[4]])
     per_row = rows_of(case, *inputs)
     exact = run_backward(case, triton_launches(torch.float32, dim), [x.float() for x in inputs], per_row)
     theirs = errors(run_backward(case, triton_launches(dtype, dim), inputs, per_row), exact)
-    ours = errors(run_backward(case, gluon_launches(dim), inputs, per_row, programs=programs), exact)
+    ours = errors(run_backward(case, gluon_launches(dim, fused), inputs, per_row, programs=programs), exact)
     assert all(our_error <= 1.25 * their_error for our_error, their_error in zip(ours, theirs, strict=True)), (
         ours,
         theirs,

@@ -66,8 +66,13 @@ def test_more_steps_lose_no_accuracy(dtype: str, form: str, steps: int) -> None:
     assert 0 < errors[0] <= 1.25 * errors[1] < 1.25 * torch.finfo(HALVES[dtype]).eps
 
 
-@pytest.mark.parametrize("name", ["whole-pass", "whole-zigzag-pass", "window", "striped"])
-@pytest.mark.parametrize("form", [*FORMS, "fused"])
+SCENARIOS_OF_FORMS = [
+    *((form, name) for form in (*FORMS, "fused") for name in ("whole-pass", "whole-zigzag-pass", "window", "striped")),
+    *(("gluon", name) for name in ("whole-call", "softcap", "alibi", "alibi-documents")),
+]
+
+
+@pytest.mark.parametrize(("form", "name"), SCENARIOS_OF_FORMS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_forms_are_as_good_as_plain_loads(dtype: str, form: str, name: str) -> None:
     """In half precision, the error of each result is at most 1.25 times that of the engine with plain loads."""

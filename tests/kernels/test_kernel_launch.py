@@ -7,6 +7,7 @@ an absent GPU stays in a kernel of the library.
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -261,7 +262,22 @@ def test_calls_that_triton_distinguishes_have_different_handles(
     handles = [kept.compile(first), kept.compile(second)]
     assert handles[0].run is not handles[1].run
     for call, handle in zip((first, second), handles, strict=True):
-        assert handle.run is call.kernel.warmup(*call.args, grid=call.grid, **call.meta).run
+        assert handle.run is call.warmup().run
+
+
+def test_multiplication_and_addition_are_fused_whatever_the_default(stub: StubDriver) -> None:
+    with triton.knobs.language.scope():
+        triton.knobs.language.default_fp_fusion = False
+        assert Kept().compile(call_with()).kernel.metadata.enable_fp_fusion is True
+
+
+def test_a_handle_keeps_the_kernel_loaded(stub: StubDriver) -> None:
+    """Triton 3.9 unloads a kernel when its last reference is gone, for example after its caches are cleared."""
+    handle = Kept().compile(call_with())
+    kernel = weakref.ref(call_with().warmup())
+    product.device_caches.clear()
+    gc.collect()
+    assert kernel() is handle.kernel
 
 
 def test_a_known_call_is_not_compiled_again(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +296,7 @@ def test_there_are_no_more_handles_than_kernels(stub: StubDriver) -> None:
     kept, stub.launched, kernels = Kept(), [], set()
     for scale in (16, 32, -48, 1, 2, 3, -7, 1 << 40, 3 << 40, 0):
         call = call_with(scale=scale)
-        kernels.add(id(call.kernel.warmup(*call.args, grid=call.grid, **call.meta)))
+        kernels.add(id(call.warmup()))
         kept.repeat(call, call.args[:3])(call.args[:3])
         assert stub.launched[-1][9:][4] == scale
     assert len(kept.handles()) == len(kernels) == 4

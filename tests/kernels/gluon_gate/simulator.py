@@ -31,8 +31,8 @@ from tests.kernels.gluon_gate.values import Pointer, Value, counted, language, p
 
 KERNELS = Path(launch.__file__).parent
 MODULES = (
-    "attention_tiles", "attention_gluon_parts", "attention_gluon_forward", "attention_gluon_grad_kv",
-    "attention_gluon_grad_q",
+    "attention_tiles", "attention_options", "attention_gluon_parts", "attention_gluon_forward",
+    "attention_gluon_grad_kv", "attention_gluon_grad_q",
 )  # fmt: skip
 """The modules of the kernels, each after those that it imports."""
 
@@ -113,18 +113,20 @@ class Product:
 
     def finish(self) -> None:
         a, b = (np.asarray(x.data if isinstance(x, Shared) else x, np.float32) for x in (self.a, self.b))
-        self.value = value(a @ b + self.acc, np.float32)
+        # Products in progress may have the same sums: they end in the order in which they were issued.
+        acc = self.acc.value if isinstance(self.acc, Product) else self.acc
+        self.value = value(a @ b + acc, np.float32)
 
 
 class Load(NamedTuple):
-    """An asynchronous copy in progress, of rows from `first_row` on, through the descriptor `described`.
+    """An asynchronous copy in progress, of a box from row and column `first` on, through the descriptor `described`.
 
     It may complete once the program has made `due` scheduling steps (each resumes one role or completes one copy), or
     earlier if all roles wait.
     """
 
     described: Any
-    first_row: int
+    first: tuple[int, int]
     barrier: Barrier
     buffer: Shared
     due: int
@@ -260,17 +262,17 @@ class Program:
             raise Fault("a buffer is loaded while it is being loaded")
         buffer.data[...] = np.nan
         due = self.turns + self.random.choice((0, 10, 100))
-        self.loads.append(Load(described, int(coordinates[0]), barrier, buffer, due))
+        first = int(coordinates[0]), int(coordinates[1])
+        self.loads.append(Load(described, first, barrier, buffer, due))
 
     def _land(self, load: Load) -> None:
         self.loads = [pending for pending in self.loads if pending is not load]
-        described, first_row, barrier, buffer, *_ = load
-        live = np.arange(first_row, first_row + described.box[0]) < int(described.shape[0])
-        rows = (np.arange(first_row, first_row + described.box[0]) * int(described.step))[:, None] + np.arange(
-            described.box[1]
-        )
-        places, _ = (described.first + np.where(live[:, None], rows, 0)).places(None)
-        buffer.data[...] = np.where(live[:, None], described.first.memory[places], 0)
+        described, first, barrier, buffer, *_ = load
+        rows, cols = (np.arange(start, start + size) for start, size in zip(first, described.box, strict=True))
+        live = (rows < int(described.shape[0]))[:, None] & (cols < int(described.shape[1]))
+        elements = (rows * int(described.step))[:, None] + cols
+        places, _ = (described.first + np.where(live, elements, 0)).places(None)
+        buffer.data[...] = np.where(live, described.first.memory[places], 0)
         barrier.arrive(0, -described.block_type.nbytes)
 
     def multiply(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
@@ -283,8 +285,8 @@ class Program:
         self.current.products.append(product)
         return product
 
-    def finish(self, outstanding: int, deps: Sequence[Product]) -> Value:
-        """Wait until at most `outstanding` products of the role are in progress. Return the product in `deps`."""
+    def finish(self, outstanding: int, deps: Sequence[Product]) -> Any:
+        """Wait until at most `outstanding` products of the role are in progress. Return those in `deps`, or the one."""
         self.step()
         assert self.current
         products = self.current.products
@@ -292,10 +294,10 @@ class Program:
             product = products.pop(0)
             product.finish()
             self.readers.subtract(product.homes)
-        (product,) = deps
-        if product.value is None:
+        values = tuple(product.value for product in deps)
+        if any(value is None for value in values):
             raise Fault("a product is used before it was waited for")
-        return product.value
+        return values if len(values) > 1 else values[0]
 
 
 class Taking:
@@ -356,7 +358,7 @@ def loaded(
     )  # fmt: skip
     tma = SimpleNamespace(
         make_tensor_descriptor=lambda *args: program().describe(*args),
-        async_copy_global_to_shared=lambda *args: program().copy(*args),
+        async_load=lambda *args: program().copy(*args),
     )
     hopper = SimpleNamespace(
         mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None,

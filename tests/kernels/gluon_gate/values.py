@@ -124,7 +124,7 @@ def language() -> SimpleNamespace:
         full=full, zeros=lambda shape, dtype, layout=None: full(shape, 0, dtype),
         convert_layout=lambda x, layout: x, maximum=_over(np.maximum), minimum=_over(np.minimum),
         max=_over(lambda x, axis: np.max(x, axis)), sum=_over(lambda x, axis: np.sum(x, axis)),
-        exp2=_over(np.exp2), log2=_over(np.log2), NVMMASharedLayout=shared_layout, NVMMADistributedLayout=_layout,
-        DotOperandLayout=_layout, SliceLayout=_layout,
-        BlockedLayout=_layout, SwizzledSharedLayout=_layout, inline_asm_elementwise=to_l2,
+        abs=_over(np.abs), exp2=_over(np.exp2), log2=_over(np.log2), NVMMASharedLayout=shared_layout,
+        NVMMADistributedLayout=_layout, DotOperandLayout=_layout, SliceLayout=_layout, BlockedLayout=_layout,
+        SwizzledSharedLayout=_layout, inline_asm_elementwise=to_l2,
     )  # fmt: skip

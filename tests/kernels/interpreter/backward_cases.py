@@ -287,11 +287,14 @@ def test_rows_whose_logits_are_all_minus_infinity_add_nothing(pairs: Pairs, form
     grad_q(*operands, split.dq, by_query(pairs, config), config, scale=SCALE, group=GROUP).run()
     grad_kv(*operands, split.dk, split.dv, table, config, scale=SCALE, group=GROUP).run()
     grad_kv(*operands, fused.dk, fused.dv, table, config, scale=SCALE, group=GROUP, dq=fused.dq).run()
+    # All keys have the same sign, so dq is a difference of close numbers. Rounding P and dS to bfloat16 changes each
+    # product by at most half a unit of its last place, and a sum by as much of the sum of absolute values.
+    rounding = torch.finfo(dtype).eps / 2 if dtype == torch.bfloat16 else 0.0
     for grads in (split, fused):
         assert not grads.dq[SILENT].any()
         for name in ("dq", "dk", "dv"):
-            # All keys have the same sign: dq is a difference of close numbers, with an error of 8.3e-7 in float32.
-            close(getattr(grads, name), reference[name], max(TOLERANCE[dtype], 3 * 8.3e-7))
+            tolerance = TOLERANCE[torch.float32] + rounding
+            close(getattr(grads, name), reference[name], tolerance, reference[f"abs_{name}"])
     inputs.memory.check()
 
 

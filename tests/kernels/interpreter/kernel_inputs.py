@@ -158,25 +158,33 @@ class Inputs:
         return x
 
     def reference(self, softcap: float | None = None, sinks: bool = False) -> dict[str, Tensor]:
-        """Return out, lse, delta, dq, dk, dv in float64, in the layout of the launches."""
+        """Return out, lse, delta, dq, dk, dv in float64, in the layout of the launches.
+
+        `abs_dq`, `abs_dk` and `abs_dv` are the same sums of products with the absolute value of each factor.
+        """
         picked = torch.tensor([keys.first + keys.stride * j for keys in self.pairs.keys for j in range(keys.rows)])
         mask = torch.from_numpy(np.concatenate([seen(self.pairs, keys) for keys in self.pairs.keys], axis=1))
         q, k, v = (x.double().clone().requires_grad_() for x in (self.q, self.k[picked], self.v[picked]))
         wide_k, wide_v = (x.repeat_interleave(GROUP, 2) for x in (k, v))
-        s = torch.einsum("ibhd,jbhd->bhij", q, wide_k) * SCALE
-        s = s if softcap is None else softcap * (s / softcap).tanh()
+        logits = torch.einsum("ibhd,jbhd->bhij", q, wide_k) * SCALE
+        s = logits if softcap is None else softcap * (logits / softcap).tanh()
         s = s.masked_fill(~mask, -inf)
         if sinks:
             s = torch.cat([s, self.sinks.double()[None, :, None, None].expand(self.batches, -1, Q_ROWS, 1)], 3)
         lse = s.logsumexp(3)
         p = (s - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()[..., : len(picked)]
         out = torch.einsum("bhij,jbhd->ibhd", p, wide_v)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), self.dout.double())
+        dq, dk, dv, ds = torch.autograd.grad(out, (q, k, v, logits), self.dout.double())
         delta = torch.einsum("ibhd,ibhd->bhi", out, self.dout.double())
-        scattered = [torch.zeros(x.shape, dtype=torch.float64) for x in (self.k, self.v)]
-        for whole, part in zip(scattered, (dk, dv), strict=True):
-            whole[picked] = part
-        results = {"out": out, "lse": lse, "delta": delta, "dq": dq, "dk": scattered[0], "dv": scattered[1]}
+        results = {"out": out, "lse": lse, "delta": delta, "dq": dq}
+        results["abs_dq"] = torch.einsum("bhij,jbhd->ibhd", ds.abs(), wide_k.abs()) * SCALE
+        abs_dk, abs_dv = (
+            torch.einsum("bhij,ibhd->jbhd", left, right.double().abs()).unflatten(2, (-1, GROUP)).sum(3)
+            for left, right in ((ds.abs() * SCALE, self.q), (p, self.dout))
+        )
+        for name, part in (("dk", dk), ("dv", dv), ("abs_dk", abs_dk), ("abs_dv", abs_dv)):
+            results[name] = torch.zeros(K_ROWS, *part.shape[1:], dtype=torch.float64)
+            results[name][picked] = part.detach()
         return {name: x.detach() for name, x in results.items()}
 
 
@@ -198,9 +206,12 @@ def silenced(inputs: Inputs) -> dict[str, Tensor]:
     return reference
 
 
-def close(got: Tensor, true: Tensor, tolerance: float) -> None:
-    """Check the relative Frobenius error of the finite elements, and that the same elements are infinite."""
+def close(got: Tensor, true: Tensor, tolerance: float, sizes: Tensor | None = None) -> None:
+    """Check the relative Frobenius error of the finite elements, and that the same elements are infinite.
+
+    `sizes`: what the error is relative to instead of `true`.
+    """
     assert torch.equal(got.isinf(), true.isinf()) and not got.isnan().any()
     got, true = got.double().nan_to_num(0, 0, 0), true.nan_to_num(0, 0, 0)
-    error = float((got - true).norm() / true.norm())
+    error = float((got - true).norm() / (true if sizes is None else sizes).norm())
     assert error <= tolerance, error

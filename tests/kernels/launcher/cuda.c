@@ -42,6 +42,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
 }
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) { *module = (CUmodule)image; return CUDA_SUCCESS; }
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     static uintptr_t next = 0x1000;
     *function = (CUfunction)(next += 16);
@@ -65,6 +66,8 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
     return CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return CUDA_SUCCESS; }
+CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) { *status = CU_STREAM_CAPTURE_STATUS_NONE; return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { *context = (CUcontext)1; return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = "an error of the stub"; return CUDA_SUCCESS; }

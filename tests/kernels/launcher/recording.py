@@ -121,7 +121,7 @@ def copies(operands: Sequence[Tensor]) -> list[Tensor]:
 def check(name: str, stub: Stub) -> dict[str, Any]:
     """Launch a case three times by a kept handle, then from four threads. Return what is wrong, and the facts."""
     call = call_of(name)
-    compiled = call.kernel.warmup(*call.args, grid=call.grid, **call.meta)
+    compiled = call.warmup()
     types = declared(compiled.asm["ptx"])
     stub.expect([8 if kind.endswith("64") else 4 for kind in types])
     kept = Kept()

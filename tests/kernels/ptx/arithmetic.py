@@ -22,6 +22,10 @@ def _floats(function: Callable[..., Lanes]) -> Callable[..., Lanes]:
     return lambda *args: function(*(x.view(F4) for x in args)).view(U4)
 
 
+def _float_pairs(function: Callable[..., Lanes]) -> Callable[..., Lanes]:
+    return lambda *args: function(*(np.ascontiguousarray(x).view(F4) for x in args)).view(U8)
+
+
 def _signed(function: Callable[..., Lanes], kind: type) -> Callable[..., Lanes]:
     unsigned = {I4: U4, I8: U8}[kind]
     return lambda *args: function(*(x.view(kind) for x in args)).view(unsigned)
@@ -54,6 +58,13 @@ def _quotient(a: Lanes, b: Lanes) -> Lanes:
 
 def _remainder(a: Lanes, b: Lanes) -> Lanes:
     return a - _quotient(a, b) * b
+
+
+def packed(low: Lanes | None, high: Lanes | None, half: type[np.generic]) -> Lanes:
+    """Return numbers of two halves. LLVM may pack a register without a value, and then never reads that half."""
+    undefined = np.full(32, -1).astype(half)
+    halves = np.stack([undefined if part is None else part.astype(half) for part in (low, high)], 1)
+    return halves.view(U8 if half is U4 else U4).reshape(-1)
 
 
 def to_bf16(x: Lanes) -> Lanes:
@@ -144,19 +155,26 @@ def _wide(a: Lanes, b: Lanes) -> Lanes:
     return (a.view(I4).astype(I8) * b.view(I4)).view(U8)
 
 
-def _max(a: Lanes, b: Lanes) -> Lanes:
-    """Return the larger number; the other one for a NaN."""
-    return np.fmax(a, b)
+def _max(*values: Lanes) -> Lanes:
+    """Return the largest of two or three numbers without the NaNs."""
+    return np.fmax.reduce(values)
+
+
+def _max_or_nan(*values: Lanes) -> Lanes:
+    """Return the largest of two or three numbers, or NaN if one is NaN."""
+    return np.maximum.reduce(values)
 
 
 PLAIN: dict[str, Callable[..., Lanes]] = {
     "add.f32": _floats(np.add), "sub.f32": _floats(np.subtract), "mul.f32": _floats(np.multiply),
     "neg.f32": _floats(np.negative), "abs.f32": _floats(np.abs), "max.f32": _floats(_max),
-    "max.NaN.f32": _floats(np.maximum), "div.full.f32": _floats(np.divide), "div.rn.f32": _floats(np.divide),
+    "max.NaN.f32": _floats(_max_or_nan), "div.full.f32": _floats(np.divide), "div.rn.f32": _floats(np.divide),
     "rsqrt.approx.ftz.f32": _floats(lambda x: _flushed(F4(1) / np.sqrt(_flushed(x)))),
     "abs.bf16": lambda a: a & U2(0x7FFF),
     "cvt.rmi.ftz.f32.f32": _floats(lambda x: np.floor(_flushed(x))),
     "fma.rn.f32": _floats(_fma), "fma.rn.ftz.f32": _floats(lambda a, b, c: _flushed(_fma(*map(_flushed, (a, b, c))))),
+    "add.f32x2": _float_pairs(np.add), "sub.f32x2": _float_pairs(np.subtract), "mul.f32x2": _float_pairs(np.multiply),
+    "fma.rn.f32x2": _float_pairs(_fma),
     "ex2.approx.ftz.f32": _floats(_exp2), "ex2.approx.f32": _floats(np.exp2),
     "add.s32": np.add, "add.s64": np.add, "sub.s32": np.subtract, "sub.s64": np.subtract,
     "mul.lo.s32": np.multiply, "mul.lo.s64": np.multiply, "mad.lo.s32": lambda a, b, c: a * b + c,
@@ -171,12 +189,14 @@ PLAIN: dict[str, Callable[..., Lanes]] = {
     "shl.b16": _shifted(np.left_shift, 16), "shl.b32": _shifted(np.left_shift, 32),
     "shl.b64": _shifted(np.left_shift, 64), "shr.u32": _shifted(np.right_shift, 32),
     "shr.u64": _shifted(np.right_shift, 64),
+    "shr.u16": _shifted(np.right_shift, 16),
     "shr.s32": lambda a, count: (a.view(I4) >> np.minimum(count, 31).view(I4)).view(U4),
     "shr.s64": lambda a, count: (a.view(I8) >> np.minimum(count, 63).astype(I8)).view(U8),
     "bfe.u32": _bit_field, "bfe.s32": _signed_bit_field, "prmt.b32": _permuted_bytes,
     "cvt.s64.s32": lambda a: a.view(I4).astype(I8).view(U8), "cvt.u64.u32": lambda a: a.astype(U8),
     "cvt.u32.u64": lambda a: a.astype(U4), "cvt.u32.u16": lambda a: a.astype(U4), "cvt.u16.u32": lambda a: a.astype(U2),
     "cvt.rn.f32.s32": lambda a: a.view(I4).astype(F4).view(U4),
+    "cvt.rn.f32.u32": lambda a: a.astype(F4).view(U4),
     "cvt.rn.f32.s16": lambda a: a.view(I2).astype(F4).view(U4), "cvt.rzi.s16.f32": _truncated,
     "cvt.s8.s32": lambda a: a.astype(I1).astype(I2).view(U2),
     "cvt.rn.bf16.f32": to_bf16, "cvt.rn.f16.f32": to_f16, "cvt.f32.bf16": from_bf16, "cvt.f32.f16": from_f16,

@@ -63,6 +63,17 @@ class Mbarrier:
         self.bytes -= count
         self._turn()
 
+    def multiplied(self, warp: int, group: int, clocks: tuple[Lanes, Lanes]) -> None:
+        """Arrive for the products of a warp up to a group (`tcgen05.commit`). `clocks`: what happened before them."""
+        if not self.pending:
+            raise Fault("an arrival of products at an mbarrier that expects none")
+        self._merge(clocks)
+        for clock in self._current:
+            unit = self._detector.first_matrix_unit + warp
+            clock[unit] = max(clock[unit], group)
+        self.pending -= 1
+        self._turn()
+
     def _merge(self, clocks: tuple[Lanes, Lanes]) -> None:
         for clock, released in zip(self._current, clocks, strict=True):
             np.maximum(clock, released, out=clock)

@@ -3,7 +3,8 @@
 `python -m tests.kernels.ptx.cases FILE [case ...]` runs cases in forked children, two at a time, and writes what they
 found to FILE. `python -m tests.kernels.ptx.cases seeds N [case ...]` runs cases with N other seeds and prints faults.
 A case is a scenario, a head dimension and variants, such as `zigzag/64/float16/packed` for the Gluon kernels, or
-`zigzag/64/pointers/sm_80`. Its seed decides on the inputs, on the turns of the warps and on when copies land.
+`zigzag/64/pointers/sm_80`. With dimension 192, values have 128. The case's seed decides on the inputs, on the turns of
+the warps and on when copies land.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from ringattn.engine.triton import TritonEngine
 from tests.contract import engine_trial
 from tests.contract.engine_scenarios import DOCUMENTS, SCENARIOS, Scenario, simple, strip, whole
 from tests.contract.engine_trial import NEITHER, ONLY, Trial
+from tests.kernels.compile_gate.cases import value_dim_of
 from tests.kernels.compile_gate.compiling import Gate, all_compiled
 from tests.kernels.ptx.driver import InterpreterDriver
 from tests.kernels.ptx.memory import Fault
-from tests.kernels.ptx.rules import OF_TRITON, STRICT
+from tests.kernels.ptx.rules import OF_TENSOR_MEMORY, OF_TRITON, STRICT
 from tests.oracle import attention
 
 LONG = {
@@ -45,6 +47,13 @@ LONG = {
     ),
     "ring-of-two": whole((((strip(150, 150), strip(150, 150), CAUSAL),), ((strip(150, 150), strip(0, 150), FULL),)),
                          150, 1, 1, batch=2),
+    "alibi-both-sides": simple(
+        ((strip(70, 150), strip(0, 300), FULL), (strip(70, 150), strip(300, 90, row=3), FULL)), StridedRange(0, 2), 1,
+        group=2, alibi=True, first_head=1, starts=((0, 5),),
+    ),
+    "alibi-softcap-causal": simple(
+        ((strip(0, 200), strip(0, 200), CAUSAL),), StridedRange(0, 2), 2, alibi=True, softcap=1.5
+    ),
 }  # fmt: skip
 """Scenarios with several blocks of 128 rows, next to those of the engine contract, whose steps mostly have one."""
 
@@ -52,25 +61,46 @@ CASES = (
     "causal-long/64", "window-long/64/packed", "ring-of-three/64", "zigzag/64/packed", "full/64", "striped/64",
     "dilated/64/float16", "blind/64", "part-of-the-heads/64", "whole-zigzag-pass/64/sinks", "documents/64",
     "both-sides/64", "ring-of-two/64/only/float16", "causal/64/far",
+    "softcap/64", "alibi/64/only", "alibi-documents/128/float16", "alibi-both-sides/128",
+    "ring-of-two/256/only", "softcap/256/float16", "causal-long/192", "ring-of-two/192/only/float16/packed",
+    "causal-long/64/fused", "zigzag/64/packed/fused", "ring-of-three/64/float16/low/fused",
+    "whole-zigzag-pass/128/only/fused",
     "causal-long/128/packed", "ring-of-two/128", "dilated/128/float16", "whole-zigzag-pass/128/only/sinks",
 )  # fmt: skip
+
+TENSOR_MEMORY_CASES = (
+    "causal-long/64/sm_100", "window-long/64/sm_100/packed", "ring-of-three/64/sm_100/float16", "blind/64/sm_100",
+    "whole-zigzag-pass/64/sm_100/sinks", "part-of-the-heads/64/sm_100", "documents/128/sm_100",
+    "ring-of-two/128/sm_100/only", "dilated/128/sm_100/float16",
+)  # fmt: skip
+"""Cases of the Gluon kernels for sm_100."""
 
 TRITON_CASES = (
     "causal-long/64/pointers/sm_80", "zigzag/64/pointers/sm_80/fused", "dilated/64/pointers/sm_80/float16",
     "alibi-documents/64/pointers", "causal/64/pointers/far", "full/64/pointers/float16/records",
     "causal-long/64/descriptors", "dropout/64/descriptors", "full/64/descriptors/fused", "whole-call/64/descriptors",
     "whole-zigzag-pass/64/descriptors/only/sinks", "both-sides/128/descriptors/float16/packed",
+    "full/64/descriptors/sm_100", "full/64/descriptors/sm_100/fused", "causal-long/64/pointers/sm_100/fused",
+    "both-sides/128/descriptors/sm_100/float16/packed", "ring-of-two/128/descriptors/sm_100/fused",
 )  # fmt: skip
 """Cases of the kernels that do not use Gluon, with the kernel of delta."""
 
 STRICT_CASES = {
     "full/64/pointers/strict": "a product of shared memory that may still be written, or without a proxy fence",
+    "full/64/descriptors/sm_100/waited": "a register is read before its load of tensor memory has been waited for",
 }
 """Faults of the same kernels by the rules of PTX that `rules.OF_TRITON` relaxes."""
+
+RULES_OF = dict.fromkeys(
+    ("tcgen05_forward_kernel", "tcgen05_grad_q_kernel", "tcgen05_grad_kv_kernel"), OF_TENSOR_MEMORY
+)
+"""The rules of kernels other than those of a case."""
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Bounds on the relative Frobenius error, those of the interpreted kernels (tests/kernels/interpreter)."""
 LSE_TOLERANCE = 2e-7
+LOW = 16
+"""What is added to a column of q and subtracted from that of k. With the trial's scale, logits are lower by 77."""
 
 NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux: pages exist only once they are written."""
@@ -97,7 +127,7 @@ def is_gluon(variants: Sequence[str]) -> bool:
 def engine_for(variants: Sequence[str], sm_margin: int) -> TritonEngine:
     """Return the engine that runs the kernels of a case."""
     if is_gluon(variants):
-        return GluonEngine(form="gluon", sm_margin=sm_margin)
+        return GluonEngine(form="gluon", sm_margin=sm_margin, deterministic="fused" not in variants)
     form = "pointers" if "pointers" in variants else "descriptors"
     return TritonEngine(form=form, sm_margin=sm_margin, deterministic="fused" not in variants)
 
@@ -116,11 +146,16 @@ class PtxTrial(Trial):
         # Descriptors need strides that are multiples of 16 bytes, which the contract's records do not have.
         memory = "heads" if facts.memory == "heads" else "records" if "records" in variants else "tokens"
         self.far = "far" in variants
-        facts = facts._replace(d_k=int(dim), d_v=int(dim), memory=memory)
+        facts = facts._replace(d_k=int(dim), d_v=value_dim_of(int(dim)), memory=memory)
         super().__init__(facts, torch.float16 if "float16" in variants else torch.bfloat16, "documents" in name, seed)
         self.visit = ONLY if "only" in variants else NEITHER
         if "packed" in variants:
             self.kvs = [_packed(kv) for kv in self.kvs]
+        if "low" in variants:
+            # All logits are so low that the weight of a key of zeros exceeds float16: keys past the end must be masked.
+            self.q[..., 0] += LOW
+            for kv in self.kvs:
+                kv.k[..., 0] -= LOW
         if "sinks" in variants:
             self.sinks = torch.randn(facts.heads, generator=self.generator)
 
@@ -186,7 +221,9 @@ def run(name: str, seed: int | None = None) -> Outcome:
     variants = name.split("/")[2:]
     device = interpreter(architecture_of(variants))
     device.rng, device.late, device.ran = rng, rng.random() < 0.5, []
-    device.rules = STRICT if is_gluon(variants) or "strict" in variants else OF_TRITON
+    strict = (is_gluon(variants) and device.device == 90) or "strict" in variants
+    device.rules = STRICT if strict else OF_TRITON._replace(waited_loads="waited" in variants)
+    device.rules_of = RULES_OF
     device.properties["multiprocessor_count"] = rng.choice((1, 2, 3))
     trial = PtxTrial(name, rng.randrange(1 << 20))
     results = trial.run(engine_for(variants, rng.choice((0, 0, 1))), trial.visit)
@@ -209,4 +246,4 @@ def main(arguments: Sequence[str], cases: Sequence[str], run: Callable[..., Outc
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], (*CASES, *TRITON_CASES, *STRICT_CASES), run)
+    main(sys.argv[1:], (*CASES, *TENSOR_MEMORY_CASES, *TRITON_CASES, *STRICT_CASES), run)

@@ -1,6 +1,8 @@
-"""Copies from global to shared memory by the threads of a warp (`cp.async`), in groups.
+"""Copies from global to shared memory by the threads of a warp (`cp.async`), and additions to it by TMA, in groups.
 
-A copy happens when its group is waited for, which is as late as the program allows, or as soon as it is started.
+A copy happens when its group is waited for, which is as late as the program allows, or as soon as it is started. An
+addition (`cp.reduce.async.bulk.tensor`) reads shared memory in the same way. It reaches global memory later, at a time
+that nothing in the launch can know.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.kernels.ptx.arithmetic import Lanes
-from tests.kernels.ptx.memory import Fault, GlobalMemory, SharedMemory
+from tests.kernels.ptx.memory import Fault, GlobalMemory, SharedMemory, TensorMap, swizzled
 from tests.kernels.ptx.races import RaceDetector
 
 
@@ -71,3 +73,72 @@ class CopyUnit:
         """Raise Fault if a copy is still in flight when the warp ends."""
         if self._open or any(self._groups):
             raise Fault("a warp ends while a copy is in flight")
+
+
+class Addition(NamedTuple):
+    """The addition of a box, through the map at an address, to global memory. `source`: the box in shared memory."""
+
+    map_address: int
+    tensor_map: TensorMap
+    column: int
+    row: int
+    source: int
+
+
+class AddingUnit:
+    """The additions that a warp has started and that may still read shared memory. One thread starts them all."""
+
+    def __init__(self, shared: SharedMemory, detector: RaceDetector) -> None:
+        self._shared, self._detector = shared, detector
+        self.landing: list[tuple[Addition, Lanes]] = []
+        """Additions that have read shared memory and have not reached global memory, with their values."""
+        self._thread: int | None = None
+        self._open: list[Addition] = []
+        self._groups: deque[list[Addition]] = deque()
+        self._committed = self._ended = 0
+
+    def start(self, thread: int, addition: Addition, late: bool) -> None:
+        """Start an addition of a thread, in the group that is open."""
+        if self._thread not in (None, thread):
+            raise Fault("additions of two threads of a warp")
+        self._thread = thread
+        words = self._shared.offsets(self._places(addition), 4) // 4
+        self._detector.add(thread, words.reshape(-1), self._committed + 1)
+        if late:
+            self._open.append(addition)
+        else:
+            self._read(addition)
+
+    def commit(self, threads: Lanes) -> None:
+        """End the group of the additions that were started since the last one, if their thread is one of `threads`."""
+        if self._thread in threads:
+            self._groups.append(self._open)
+            self._open = []
+            self._committed += 1
+
+    def wait(self, threads: Lanes, most: int) -> None:
+        """Wait until at most `most` groups read shared memory, if their thread is one of `threads`."""
+        if self._thread is None or self._thread not in threads:
+            return
+        while len(self._groups) > most:
+            for addition in self._groups.popleft():
+                self._read(addition)
+            self._ended += 1
+        self._detector.added(self._thread, self._ended)
+
+    def _places(self, addition: Addition) -> Lanes:
+        rows, columns = np.indices(addition.tensor_map.box[::-1])
+        return swizzled(addition.source + rows * 128 + columns * 4).astype(np.uint64)
+
+    def _read(self, addition: Addition) -> None:
+        offsets = self._shared.offsets(self._places(addition), 4)
+        self.landing.append((addition, self._shared.load(offsets, np.float32)))
+
+    def reads(self, map_address: int) -> bool:
+        """Return whether an addition may still read the tensor map at an address."""
+        return any(x.map_address == map_address for group in (self._open, *self._groups) for x in group)
+
+    def finish(self) -> None:
+        """Raise Fault if an addition may still read shared memory when the warp ends."""
+        if self._open or any(self._groups):
+            raise Fault("a warp ends while an addition reads shared memory")

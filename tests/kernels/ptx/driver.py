@@ -21,7 +21,7 @@ from ringattn.bench.launch import StubDriver
 from tests.kernels.ptx.machine import Code, Launch
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.program import Program
-from tests.kernels.ptx.rules import STRICT
+from tests.kernels.ptx.rules import STRICT, Rules
 
 
 class Function:
@@ -43,14 +43,15 @@ class Function:
 class InterpreterDriver(StubDriver):
     """A driver of a GPU, sm_90 at first. Every launch runs in the interpreter, in an order that `rng` decides.
 
-    `late`: copies land as late as possible. `rules`: those of PTX that launches must obey. `ran`: the kernels that were
-    launched.
+    `late`: copies land as late as possible. `rules`: those of PTX that launches must obey. `rules_of`: those of some
+    kernels, by name. `ran`: the kernels that were launched.
     """
 
     def __init__(self) -> None:
         """Become ready to be Triton's driver; `activated` makes it so."""
         super().__init__(90)
         self.rng, self.late, self.rules = Random(0), False, STRICT
+        self.rules_of: dict[str, Rules] = {}
         self.ran: list[Function] = []
         self.changed: Callable[[Function], Code] | None = None
         """If set, returns the code to run instead of that of a function."""
@@ -95,7 +96,8 @@ class InterpreterDriver(StubDriver):
         code = function.code if self.changed is None else self.changed(function)
         parameters += [scratch.data_ptr(), 0]
         self.ran.append(function)
-        Launch(code, blocks, metadata.shared, parameters, memory, self.rng, self.late, self.rules).run()
+        rules = self.rules_of.get(function.name, self.rules)
+        Launch(code, blocks, metadata.shared, parameters, memory, self.rng, self.late, rules).run()
 
 
 def _found_ptx(module: Any, function: Function, name: str, files: dict[str, str], digest: str) -> None:

@@ -12,19 +12,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.kernels.ptx.arithmetic import PLAIN, Lanes
+from tests.kernels.ptx.arithmetic import PLAIN, Lanes, packed
 from tests.kernels.ptx.barriers import Mbarrier, NamedBarrier, RegisterPool
-from tests.kernels.ptx.copies import CopyUnit, LaneCopies
+from tests.kernels.ptx.copies import AddingUnit, Addition, CopyUnit, LaneCopies
 from tests.kernels.ptx.fragments import ROW_BYTES, element_offsets, product
 from tests.kernels.ptx.memory import MAP, MAP_BYTES, Accessor, Fault, GlobalMemory, SharedMemory, TensorMap, swizzled
 from tests.kernels.ptx.products import MatrixUnit
 from tests.kernels.ptx.program import LANES, SHARED_BASE, Address, Instruction, Program
 from tests.kernels.ptx.races import COPY_ENGINES, RaceDetector
 from tests.kernels.ptx.rules import Rules
+from tests.kernels.ptx.tensor_memory import WORDS, Commit, TensorMemory, TransferUnit
 
 MOST_TURNS = 200_000
 ALL = np.ones(LANES, bool)
 LANE = np.arange(LANES)
+MOVES = ("mov.b64", "cvt.u64.u32", "shl.b64", "or.b64")
+"""The instructions with which LLVM makes pairs of registers."""
 
 
 class Copy(NamedTuple):
@@ -58,6 +61,10 @@ class Warp:
         self.registers[block.launch.program.special["%tid.x"]] = self.threads.astype(np.uint32)
         self.matrix = MatrixUnit(index, self.registers, block.shared, block.detector, block.launch.rules)
         self.copies = CopyUnit(self.threads, block.shared, block.launch.memory, block.detector)
+        self.transfers = TransferUnit(
+            index, self.threads, self.registers, block.tensor_memory, block.detector, block.launch.rules
+        )
+        self.adding = AddingUnit(block.shared, block.detector)
         self.pc, self.mask = 0, ALL
         self.diverged: list[tuple[int, Lanes]] = []
         """Where the lanes are that branched differently."""
@@ -123,6 +130,8 @@ class Warp:
             raise Fault("a part of a warp ends")
         self.matrix.finish()
         self.copies.finish()
+        self.transfers.finish()
+        self.adding.finish()
         self.ended = True
 
     def converged(self, mask: Lanes) -> None:
@@ -167,7 +176,10 @@ class Block:
         self.launch, self.number = launch, number
         program = launch.program
         self.shared = SharedMemory(launch.shared_bytes)
-        self.detector = RaceDetector(program.threads, self.shared.size, program.copies, launch.rules)
+        # The words of tensor memory follow those of shared memory.
+        size = self.shared.size + 4 * WORDS * program.tensor_memory
+        self.detector = RaceDetector(program.threads, size, program.copies, launch.rules)
+        self.tensor_memory = TensorMemory(self.shared.size // 4, self.shared, self.detector, launch.rng)
         self.mbarriers: dict[int, Mbarrier] = {}
         self.ended_mbarriers: dict[int, Mbarrier] = {}
         self.named = [NamedBarrier() for _ in range(16)]
@@ -189,14 +201,23 @@ class Block:
             raise Fault(f"no mbarrier at {address - SHARED_BASE}")
         return self.mbarriers[address]
 
-    def land(self, copy: Copy) -> None:
-        """Do a copy: read the map and the rows now, write shared memory and arrive at the barrier."""
+    def land(self, copy: Copy | Commit) -> None:
+        """Do a copy: read the map and the rows now, write shared memory and arrive at the barrier. Or do products."""
+        if isinstance(copy, Commit):
+            self.tensor_memory.land(copy)
+            return
         self.copies.remove(copy)
         tensor_map = TensorMap.read(self.launch.maps[copy.map_address].data)
         values = tensor_map.box_values(self.launch.memory, copy.column, copy.row)
         rows, columns = np.indices(values.shape)
         self.shared.store(swizzled(copy.target + rows * 128 + columns * 2) - SHARED_BASE, values)
         copy.barrier.land(copy.number, values.nbytes)
+
+    def add(self, warp: Warp) -> None:
+        """Let an addition of a warp reach global memory."""
+        landing = warp.adding.landing
+        addition, values = landing.pop(self.launch.rng.randrange(len(landing)))
+        addition.tensor_map.add_box(self.launch.memory, addition.column, addition.row, values)
 
 
 class Launch:
@@ -230,12 +251,15 @@ class Launch:
         with np.errstate(all="ignore"):
             while True:
                 ready = [x for x in warps if not x.ended and (x.waits_for is None or x.waits_for())]
-                copies = [(block, copy) for block in self._blocks for copy in block.copies]
+                copies = [(x, copy) for x in self._blocks for copy in (*x.copies, *x.tensor_memory.commits())]
                 if (turns := turns + 1) > MOST_TURNS:
                     raise Fault("the launch does not end")
                 if copies and (not ready or (not self.late and rng.random() < 0.1)):
                     block, copy = rng.choice(copies)
                     block.land(copy)
+                elif (adding := [x for x in warps if x.adding.landing]) and (not ready or rng.random() < 0.1):
+                    warp = rng.choice(adding)
+                    warp.block.add(warp)
                 elif ready:
                     warp = rng.choices(ready, [speeds[id(x)] for x in ready])[0]
                     warp.run(rng.choice((1, 3, 12)))
@@ -246,6 +270,8 @@ class Launch:
             raise Fault(f"deadlock: {len(waiting)} warps wait at lines {lines}")
         if any(block.copies for block in self._blocks):
             raise Fault("a thread block ends while a copy is in flight")
+        for block in self._blocks:
+            block.tensor_memory.finish()
         if races := self.memory.conflicts():
             raise Fault(f"race: {'; '.join(races)}")
 
@@ -307,8 +333,7 @@ def _plain(instruction: Instruction) -> Callable[[list[Any]], None] | None:
         low, high = sources[0]
 
         def pack(registers: list[Any]) -> None:
-            halves = np.stack((registers[low], registers[high]), 1).astype(half)
-            registers[target] = halves.view(np.uint64 if half is np.uint32 else np.uint32).reshape(LANES)
+            registers[target] = packed(registers[low], registers[high], half)
 
         return pack
     if len(sources) == 1:
@@ -419,7 +444,8 @@ def _load_shared(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
     offsets = block.shared.offsets(addresses, size * len(slots))
     for index, slot in enumerate(slots):
         places = offsets + index * size
-        block.detector.read(warp.threads[mask], places // 4)
+        for byte in range(0, size, 4):
+            block.detector.read(warp.threads[mask], (places + byte) // 4)
         warp.set(slot, _loaded(warp, slot, block.shared.load(places, dtype)), mask)
 
 
@@ -433,7 +459,8 @@ def _store_shared(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
         if size < 4:
             block.detector.write_parts(warp.threads[mask], places, size, same)
         else:
-            block.detector.write(warp.threads[mask], places // 4, same)
+            for byte in range(0, size, 4):
+                block.detector.write(warp.threads[mask], (places + byte) // 4, same)
         block.shared.store(places, values)
 
 
@@ -515,8 +542,8 @@ def _invalidate(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
     barrier = block.mbarrier(address)
     barrier.check(thread)
     block.detector.end_barrier(thread, _barrier_words(block, address))
-    if any(copy.barrier is barrier for copy in block.copies):
-        raise Fault("an mbarrier ends before a copy has arrived at it")
+    if any(copy.barrier is barrier for copy in block.copies) or block.tensor_memory.uses(barrier):
+        raise Fault("an mbarrier ends before a copy or a product has arrived at it")
     block.ended_mbarriers[address] = block.mbarriers.pop(address)
 
 
@@ -630,7 +657,7 @@ def _publish_map(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
     block.detector.read(warp.threads, offset // 4 + LANE)
     if target % MAP_BYTES:
         raise Fault("a tensor map at a misaligned address")
-    if any(copy.map_address == target for copy in block.copies):
+    if any(x.map_address == target for x in block.copies) or any(x.adding.reads(target) for x in block.warps):
         raise Fault("race: a tensor map is replaced while a copy may still read it")
     words = np.uint64(target) + 4 * LANE.astype(np.uint64)
     block.launch.memory.store(words, block.shared.map_at(offset).view(np.uint32).copy(), warp.accessor(ALL))
@@ -647,18 +674,35 @@ def _acquire_map(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
             tensor_map.acquired += [detector.stamp(thread) for thread in knowing]
 
 
+def _acquired_map(block: Block, thread: int, map_address: int, where: int) -> TensorMap:
+    """Return the map of a tensor copy that a thread starts, whose box is at an address in shared memory."""
+    tensor_map = block.launch.maps.get(map_address)
+    if tensor_map is None or not any(block.detector.knows(thread, stamp) for stamp in tensor_map.acquired):
+        raise Fault("race: a copy through a tensor map that its thread has not acquired")
+    if where % 1024:
+        raise Fault("the box of a copy with 128-byte swizzle is not aligned to 1024 bytes")
+    return TensorMap.read(tensor_map.data)
+
+
+def _add_box(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    block, (thread,) = warp.block, warp.threads[mask].tolist()
+    (target, (column, row)), source = instruction.operands
+    (map_address,), (where,) = (warp.addresses(x, mask).tolist() for x in (target, source))
+    tensor_map = _acquired_map(block, thread, map_address, where)
+    if tensor_map.itemsize != 4 or tensor_map.box[0] != 32:
+        raise Fault(f"an addition of a box of {tensor_map.box[0]} columns of {tensor_map.itemsize} bytes")
+    x, y = (int(warp.registers[slot].view(np.int32)[mask][0]) for slot in (column, row))
+    late = block.launch.late or block.launch.rng.random() < 0.5
+    warp.adding.start(thread, Addition(map_address, tensor_map, x, y, where), late)
+
+
 def _copy_box(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
     block, thread = warp.block, int(warp.threads[mask][0])
     target, (source, (column, row)), barrier_address = instruction.operands
     (where,), (map_address,), (barrier_at,) = (
         warp.addresses(x, mask).tolist() for x in (target, source, barrier_address)
     )
-    tensor_map = block.launch.maps.get(map_address)
-    if tensor_map is None or not any(block.detector.knows(thread, stamp) for stamp in tensor_map.acquired):
-        raise Fault("race: a copy through a tensor map that its thread has not acquired")
-    width, rows = TensorMap.read(tensor_map.data).box
-    if where % 1024:
-        raise Fault("the box of a copy with 128-byte swizzle is not aligned to 1024 bytes")
+    width, rows = _acquired_map(block, thread, map_address, where).box
     barrier = block.mbarrier(barrier_at)
     barrier.check(thread, fenced=block.launch.rules.fenced_mbarriers)
     first = block.shared.offsets(np.array([where, where + rows * 128 - 128]), 128)[0] // 4
@@ -687,6 +731,75 @@ def _multiply(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
         tuple(_vector(target)), use, tuple(left) if isinstance(left, list) else warp.uniform(left),
         warp.uniform(right), turned, columns, dtype,
     )  # fmt: skip
+
+
+def _allocate_tensor_memory(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    warp.converged(mask)
+    block = warp.block
+    (where,) = np.unique(warp.addresses(instruction.operands[0], mask)).tolist()
+    offsets = block.shared.offsets(np.array([where]), 4)
+    block.detector.write(warp.threads[:1], offsets // 4)
+    block.shared.store(offsets, np.array([block.tensor_memory.allocate(instruction.integers[1])], np.uint32))
+
+
+def _free_tensor_memory(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    warp.converged(mask)
+    address, columns = warp.uniform(instruction.operands[0]), instruction.integers[1]
+    warp.block.tensor_memory.free(int(warp.threads[0]), address, columns)
+
+
+def _tensor_address(warp: Warp, address: Address, mask: Lanes) -> int:
+    (where,) = np.unique(warp.addresses(address, mask)).tolist()
+    return int(where)
+
+
+def _load_tensor_memory(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    warp.converged(mask)
+    shape, split = instruction.opcode.split(".")[4], instruction.integers.get(2, 0)
+    address = _tensor_address(warp, instruction.operands[1], mask)
+    warp.transfers.load(address, shape, _vector(instruction.operands[0]), split, warp.pc)
+
+
+def _wait_for_tensor_loads(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    warp.converged(mask)
+    first, code = warp.transfers.wait_for_loads(), warp.block.launch.code
+    if first is not None and not warp.block.launch.rules.waited_loads:
+        # By the relaxed rules, moves of loaded registers may precede the wait: do them again with what was loaded.
+        opcodes = [instruction.opcode for instruction in code.program.instructions[first : warp.pc]]
+        if any(opcode.startswith("bra") for opcode in opcodes):
+            raise Fault("a load of tensor memory is waited for only after a branch")
+        for index, opcode in enumerate(opcodes, first):
+            if opcode in MOVES:
+                code.plain[index](warp.registers)
+
+
+def _store_tensor_memory(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    warp.converged(mask)
+    address, *_, values = instruction.operands
+    shape, split = instruction.opcode.split(".")[4], instruction.integers.get(1, 0)
+    warp.transfers.store(_tensor_address(warp, address, mask), shape, _vector(values), split)
+
+
+def _multiply_tensors(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    target, left, right, shape, adds = instruction.operands
+    if mask.sum() != 1:
+        raise Fault("a product that several lanes issue")
+    thread, in_memory = int(warp.threads[mask][0]), isinstance(left, Address)
+    start = _tensor_address(warp, left, mask) if in_memory else int(warp.registers[left][mask][0])
+    warp.block.tensor_memory.start(
+        thread, _tensor_address(warp, target, mask), start, in_memory, int(warp.registers[right][mask][0]),
+        int(warp.registers[shape][mask][0]), bool(warp.registers[adds][mask][0]),
+    )  # fmt: skip
+
+
+def _commit_tensors(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
+    block, threads = warp.block, warp.threads[mask]
+    addresses = warp.addresses(instruction.operands[0], mask).tolist()
+    for thread, address in zip(threads.tolist(), addresses, strict=True):
+        barrier = block.mbarrier(address)
+        barrier.check(thread, fenced=block.launch.rules.fenced_mbarriers)
+        block.detector.use_barrier(np.array([thread]), _barrier_words(block, address))
+        block.tensor_memory.commit(thread, barrier)
 
 
 def _multiply_fragments(warp: Warp, instruction: Instruction, mask: Lanes) -> None:
@@ -728,14 +841,28 @@ HANDLERS: dict[str, Handler] = {
     "tensormap.cp_fenceproxy": _publish_map,
     "fence.proxy.tensormap": _acquire_map,
     "cp.async.bulk.tensor.2d": _copy_box,
-    # There are no groups of bulk copies, so nothing has to be waited for.
-    "cp.async.bulk.commit_group": _nothing,
-    "cp.async.bulk.wait_group": _nothing,
+    "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add": _add_box,
+    "cp.async.bulk.commit_group": lambda warp, instruction, mask: warp.adding.commit(warp.threads[mask]),
+    "cp.async.bulk.wait_group": lambda warp, instruction, mask: warp.adding.wait(
+        warp.threads[mask], instruction.integers[0]
+    ),
     "cp.async.commit_group": _commit_copies,
     "cp.async.wait_group": _wait_for_copies,
     "cp.async.cg.shared.global": _copy_words,
     "cp.async.ca.shared.global": _copy_words,
     "mma.sync.aligned": _multiply_fragments,
+    "tcgen05.alloc.cta_group::1": _allocate_tensor_memory,
+    "tcgen05.dealloc.cta_group::1": _free_tensor_memory,
+    "tcgen05.relinquish_alloc_permit.cta_group::1": lambda warp, instruction, mask: (
+        warp.block.tensor_memory.relinquish()
+    ),
+    "tcgen05.ld.sync.aligned": _load_tensor_memory,
+    "tcgen05.st.sync.aligned": _store_tensor_memory,
+    "tcgen05.wait::ld.sync.aligned": _wait_for_tensor_loads,
+    "tcgen05.wait::st.sync.aligned": lambda warp, instruction, mask: warp.transfers.wait_for_stores(),
+    "tcgen05.mma.cta_group::1.kind::f16": _multiply_tensors,
+    # Triton 3.6.0 passes an address in shared memory without naming the state space.
+    "tcgen05.commit.cta_group::1.mbarrier::arrive::one": _commit_tensors,
     "wgmma.mma_async": _multiply,
     "wgmma.fence": lambda warp, instruction, mask: warp.matrix.fence(),
     "wgmma.commit_group": lambda warp, instruction, mask: warp.matrix.commit(),

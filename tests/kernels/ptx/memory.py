@@ -86,6 +86,7 @@ class GlobalMemory:
         self._regions: list[Region] = []
         self._log: list[Access] = []
         self._copied: set[str] = set()
+        self._added: list[tuple[str, Lanes]] = []
         self._written: set[str] = set()
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -138,13 +139,26 @@ class GlobalMemory:
         self._copied.add(region.name)
         return region.values(dtype)[region.places(addresses, size)]
 
+    def add_values(self, addresses: Lanes, values: Lanes) -> None:
+        """Add float32 values at addresses, at an unknown time."""
+        region = self._region(addresses, 4, "an addition")
+        self._added.append((region.name, addresses))
+        region.values(np.float32)[region.places(addresses, 4)] += values
+
     def conflicts(self) -> list[str]:
         """Return the races: words that a warp writes and another one accesses in the same launch.
 
         Barriers order the warps of a thread block. No barrier orders blocks, because kernels exchange nothing through
         global memory except by atomic operations, and none orders copies to shared memory and writes.
         """
-        races = [f"{name} is written in a launch that copies from it" for name in sorted(self._written & self._copied)]
+        written = self._written | {name for name, _ in self._added}
+        races = [f"{name} is written in a launch that copies from it" for name in sorted(written & self._copied)]
+        if self._added and self._log:
+            # Additions by TMA are atomic with each other, but nothing in the launch orders them and other accesses.
+            added = np.unique(np.concatenate([x for _, x in self._added]) >> np.uint64(2))
+            accessed = np.concatenate([x.addresses for x in self._log]) >> np.uint64(2)
+            racing = int(np.isin(accessed, added).sum())
+            races += [f"{racing} accesses to words of global memory that are added to"] if racing else []
         log = [access for access in self._log if not access.atomic]
         if not any(access.writes for access in log):
             return races
@@ -192,7 +206,8 @@ MAP = np.dtype({
     "itemsize": MAP_BYTES,
 })  # fmt: skip
 """A layout of our own: NVIDIA does not document the bits of a CUtensorMap. Programs only replace whole fields."""
-TWO_BYTE_TYPES = 0x6, 0xA
+ITEM_SIZES = {0x6: 2, 0xA: 2, 0x7: 4}
+"""The bytes of an element of float16, bfloat16 and float32."""
 SWIZZLE_128 = 3
 
 
@@ -203,13 +218,14 @@ class TensorMap(NamedTuple):
     stride: int
     dims: tuple[int, int]
     box: tuple[int, int]
+    itemsize: int
 
     @classmethod
     def read(cls, data: Lanes) -> TensorMap:
         """Read the 128 bytes of a map. Raises Fault for fields that no map of these kernels has."""
         fields: Any = data.view(MAP)[0]
         kinds = fields["rank"], fields["interleave_layout"], fields["swizzle_mode"], fields["fill_mode"]
-        if tuple(map(int, kinds)) != (1, 0, SWIZZLE_128, 0) or int(fields["elemtype"]) not in TWO_BYTE_TYPES:
+        if tuple(map(int, kinds)) != (1, 0, SWIZZLE_128, 0) or int(fields["elemtype"]) not in ITEM_SIZES:
             raise Fault(f"a tensor map with rank, interleave, swizzle and fill {kinds}, type {fields['elemtype']}")
         if tuple(fields["element_stride"][:2]) != (1, 1):
             raise Fault(f"a tensor map with element strides {fields['element_stride']}")
@@ -217,9 +233,19 @@ class TensorMap(NamedTuple):
         address, stride = int(fields["global_address"]), int(fields["global_stride"][0])
         if address % 16 or stride % 16 or not 0 < stride < 1 << 40:
             raise Fault(f"a tensor map with address {address:#x} and stride {stride}")
-        if not (0 < box_width <= 64 and 0 < box_rows <= 256 and width and rows):
+        itemsize = ITEM_SIZES[int(fields["elemtype"])]
+        if not (0 < box_width * itemsize <= 128 and 0 < box_rows <= 256 and width and rows):
             raise Fault(f"a tensor map of {rows} rows of {width} with a box of {box_rows} rows of {box_width}")
-        return cls(address, stride, (width, rows), (box_width, box_rows))
+        return cls(address, stride, (width, rows), (box_width, box_rows), itemsize)
+
+    def add_box(self, memory: GlobalMemory, column: int, row: int, values: Lanes) -> None:
+        """Add the values of a box, from (row, column) on, to the matrix. Values outside the matrix are dropped."""
+        rows, columns = np.indices(values.shape)
+        rows, columns = rows + row, columns + column
+        inside = (rows >= 0) & (rows < self.dims[1]) & (columns >= 0) & (columns < self.dims[0])
+        addresses = (self.address + rows * self.stride + 4 * columns)[inside].astype(np.uint64)
+        if len(addresses):
+            memory.add_values(addresses, values[inside])
 
     def box_values(self, memory: GlobalMemory, column: int, row: int) -> Lanes:
         """Return the box from (row, column) on, with 0 outside the matrix."""
@@ -257,6 +283,11 @@ class SharedMemory:
         if (offsets % size).any():
             raise Fault(f"an access of {size} bytes at a misaligned address of shared memory")
         return offsets
+
+    def check(self, offsets: Lanes) -> None:
+        """Raise Fault if an element of 2 bytes is outside shared memory."""
+        if offsets.min() < 0 or offsets.max() + 2 > self._exact:
+            raise Fault(f"an operand outside the {self._exact} bytes of shared memory")
 
     def load(self, offsets: Lanes, dtype: type[np.generic]) -> Lanes:
         """Load values at offsets."""

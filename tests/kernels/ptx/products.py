@@ -25,15 +25,15 @@ LANE = np.arange(32)
 
 
 @lru_cache(maxsize=1 << 14)
-def operand_offsets(descriptor: int, first: int, rows: int, transposed: bool) -> tuple[Lanes, Lanes]:
+def operand_offsets(descriptor: int, first: int, rows: int, transposed: bool, constant: int = 0) -> tuple[Lanes, Lanes]:
     """Return the byte offsets in shared memory of an operand's elements (rows, 16), and the words that contain them.
 
     `descriptor`: see "Matrix descriptor format" of the PTX ISA. `first`: the first row. `transposed`: adjacent elements
-    belong to adjacent rows, not to adjacent depths.
+    belong to adjacent rows, not to adjacent depths. `constant`: bits 46 to 48, which are 0 for wgmma and 1 for tcgen05.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    if descriptor >> 62 != 1 or descriptor >> 49 & 7:
-        raise Fault(f"a matrix descriptor without 128-byte swizzle or with a base offset: {descriptor:#x}")
+    if descriptor >> 46 != constant | 1 << 16:
+        raise Fault(f"a matrix descriptor other than one with 128-byte swizzle and no base offset: {descriptor:#x}")
     row, depth = np.arange(first, first + rows)[:, None], np.arange(DEPTH)[None, :]
     if transposed:
         places = row // 64 * leading + depth // 8 * stride + depth % 8 * 128 + row % 64 * 2
@@ -78,12 +78,13 @@ class InFlight:
     """The content of accumulator registers while products on them have not been waited for."""
 
     __array_ufunc__ = None
+    why = "an accumulator is read before its product has been waited for"
 
     def __init__(self, slots: tuple[int, ...], matrix: Lanes) -> None:
         self.slots, self.matrix, self.pending = slots, matrix, 0
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise Fault("an accumulator is read before its product has been waited for")
+        raise Fault(self.why)
 
     view = astype = __array__ = __getitem__ = __add__ = __radd__ = __invert__ = _refuse
     __lshift__ = __rshift__ = __mul__ = __sub__ = __lt__ = __eq__ = _refuse

@@ -59,7 +59,8 @@ class Parameter(NamedTuple):
 class Program:
     """A parsed kernel. `threads`: per thread block; `registers`: per thread at the start (`.maxnreg`).
 
-    `copies`: threads copy to shared memory (`cp.async`). `narrow`: the registers of 16 bits.
+    `copies`: threads copy to shared memory (`cp.async`). `tensor_memory`: it is used. `narrow`: the registers of
+    16 bits.
     """
 
     def __init__(self, text: str) -> None:
@@ -70,6 +71,7 @@ class Program:
         self.threads = int(re.findall(r"\.reqntid (\d+)", text)[0])
         self.registers = int((re.findall(r"\.maxnreg (\d+)", text) or ["255"])[0])
         self.copies = re.search(r"\bcp\.async\.c[ag]\.", text) is not None
+        self.tensor_memory = "tcgen05." in text
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self._targets: dict[str, list[str]] = {}
