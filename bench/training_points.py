@@ -45,21 +45,37 @@ SOURCES = {
     "their state); GB are GiB (its arithmetic); its kernel is not stated",
     "cuDNN": "huggingface/transformers pull request 48324: TRL's run without cuDNN, which torch then replaces by "
     "FlashAttention 2",
-    "torchtitan": "torchtitan, benchmarks/llama3_h100_202412: H100 of 96 GB and 500 W; reserved memory",
+    "torchtitan": "torchtitan, benchmarks/llama3_h100_202412: H100 of 96 GB and 500 W; reserved memory. For rows of "
+    "other dates see widths",
     "Trainy": "torchtitan, benchmarks/llama3-8b_h200_202506: H200; reserved memory",
     "ALST": "Arctic Long Sequence Training (arXiv:2506.13996, tables 1 to 4): 8 H100-80 a node, FlashAttention 2",
     "NeMo": "NeMo 25.04, performance_long_sequence.md: B200, FP8 products, all pairs counted; recomputation not stated",
     "Llama 3": "Llama 3 (arXiv:2407.21783, table 4): H100 of 700 W; recomputation not stated",
 }
 
-COMPILED = "compiled layers keep and reuse other tensors; not looked up"
-POWER = "FlashAttention 2 at 500 W; no rate of this card was found"
-RING_TIME = "as CP1, and the ring of 2024: begins between 2 and 4 ranks, unexplained"
-NODES = "a table from before the correction: its step on one node was 364 s; rates between nodes are assumed"
-TILES = "tiles run their forward twice, and transfers to the host are in the open; not looked up"
-SUSTAINED = "FlashAttention 2 reaches 84 % of the chart's rate in these steps, by the source's 590.6 TFLOP/s"
-FLOAT8 = "the rate of Float8 products comes from 8B, whose products are narrower"
-TENSORS = "tensors of tensor parallelism for 131,072 tokens; not looked up"
+RING_TIME = "unexplained: attention's part is 2.8 times from CP2 to CP4, for twice the work"
+STAGES = "unexplained: CP1 has the same tensors and reserves 7.2 GiB less"
+CARDS = "unexplained: tensors grow by 1.1 GiB from CP4, reserved memory by 7.8; on cards of 96 GB"
+TENSORS = "outside of the peak: copies in gathers and scatters, 3.0 of the 4.3 GiB that the next row lacks"
+
+NOTES = (
+    "widths: rates of Float8 products come from one run of each width that is not counted: 8B on 8 GPUs, 70B "
+    "(torchtitan, benchmarks/asyncTP_llama3_h100_2025-06), 405B without pipeline (docs/performance.md, August 2024)",
+    "async TP: 35 % of the collectives are hidden, as in the run of 405B without pipeline. torch fuses a product with "
+    "one gather or scatter (micro_pipeline_tp.py of 2024), but the gradient of an input is the sum of several products",
+    "gathers and scatters: torch's collectives along tokens copy the whole tensor (torch.chunk and torch.cat): at 70B "
+    "1.0 GiB in Float8 and 2.0 GiB in 16 bits, which fused products do not do. The copies exist in layers, while the "
+    "planned peak is at the loss. Tensors take 0.82 of the reserved memory of this row, and 0.87 of that of the next",
+    "pipeline stages: until May 2025 (pytorch pull request 153383), each stage kept the outputs of all micro batches, "
+    "until October 2025 (164329) also the gradients that it had sent. The last stage keeps all logits (issue 159251)",
+    "ring: K and V of all query heads are gathered. dK and dV go to a neighbor in each step, at the rate of a pair, "
+    "which makes the plan of CP2 8 % too slow, and those of CP4 and CP8 less fast. In compiled layers (torchtitan), an "
+    "exchange is awaited at once; in eager mode (TRL), the next block hides it. The ring balances causal work since "
+    "2024 (pytorch pull request 132442)",
+    "host: DeepSpeed's Adam takes 0.55 s per 1e9 weights of a node (issue 6834), after backward. With 0.71 s (pull "
+    "request 735 of 2021), ALST's steps would be 1.3 s longer at most",
+)
+"""Details of missing terms."""
 
 
 class Point(NamedTuple):
@@ -88,7 +104,8 @@ def setup(stack: str, model: str, tokens: int, ranks: int, **changed: Any) -> Tr
         "megatron": {"zero_stage": 1},
         "deepspeed": {"recompute": "full", "zero_stage": 3, "offload": "optimizer", "chunked_loss_tokens": 8192},
     }
-    return TrainingSetup(model_shape(model), tokens, ranks, stack=stack, **{**shared[stack], **changed})
+    settings = shared[stack.partition("_")[0]]
+    return TrainingSetup(model_shape(model), tokens, ranks, stack=stack, **{**settings, **changed})
 
 
 MILLION = 2**20
@@ -107,10 +124,10 @@ def trl_points() -> Iterator[Point]:
     yield Point("TRL", "Qwen3-32B, 1M", run("qwen3-32b", tiled_mlp_tokens=16384, **host), 60.8 * GB, 1295)
     yield Point("TRL", "Qwen3-0.6B, 4M", run("qwen3-0.6b", 4 * MILLION), 73.7 * GB, 2135)
     yield Point("TRL", "Qwen3-8B, 2M, 16 GPUs", run("qwen3-8b", 2 * MILLION, 16), 0, 696)
-    yield Point("TRL", "Qwen3-8B, 4M, 32 GPUs", run("qwen3-8b", 4 * MILLION, 32), 0, 1346, NODES)
+    yield Point("TRL", "Qwen3-8B, 4M, 32 GPUs", run("qwen3-8b", 4 * MILLION, 32), 0, 1346)
     yield Point("offload", "Qwen3-0.6B, 1M", run("qwen3-0.6b"), 20.8 * GB, 137 * 1.006)
-    yield Point("cuDNN", "Qwen3-8B, 1M, fa2", run("qwen3-8b", kernel="fa2"), 0, 606,
-                "FlashAttention 2 reaches 310 TFLOP/s in this step, 88 % of the chart's rate")  # fmt: skip
+    # The rate of FlashAttention 2 comes from this row.
+    yield Point("cuDNN", "Qwen3-8B, 1M, fa2", run("qwen3-8b", kernel="fa2"), 0, 606, counted=False)
     single: dict[str, Any] = {"precision": "bf16", "zero_stage": 0}
     yield Point("guide", "Qwen3-4B, 96K, 1 GPU", run("qwen3-4b", 98304, 1, recompute="full", **single), 59.9)
     yield Point("guide", "the same, inputs on the host", run("qwen3-4b", 98304, 1, **single), 48.8)
@@ -125,54 +142,73 @@ def trl_points() -> Iterator[Point]:
 def torchtitan_points() -> Iterator[Point]:
     """Yield the points of torchtitan's tables. Tokens/s are those of one GPU."""
 
-    def run(model: str, tokens: int, ranks: int = 1, **changed: Any) -> TrainingSetup:
-        return setup("torchtitan", model, tokens, ranks, **changed)
+    def run(model: str, tokens: int, ranks: int = 1, stack: str = "torchtitan", **changed: Any) -> TrainingSetup:
+        return setup(stack, model, tokens, ranks, **changed)
+
+    card = hardware("h100-96")
+
+    def point(name: str, run: TrainingSetup, gib: float, seconds: float = 0.0, missing: str = "",
+              missing_gib: str = "", counted: bool = True) -> Point:  # fmt: skip
+        return Point("torchtitan", name, run, gib, seconds, missing, missing_gib, counted, card)
 
     def seconds(setting: TrainingSetup, tokens_s: float) -> float:
         gpus = setting.ranks * setting.tensor_ranks * setting.pipeline_ranks
         return setting.tokens * setting.batch * setting.micro_batches / gpus / tokens_s
 
-    for gpus, peaks, tokens_s in ((8, (82.4, 77.0, 76.8), 8532), (128, (67.0, 62.0, 61.8), 8380)):
+    for gpus, peaks, eager_s, tokens_s in (
+        (8, (82.4, 77.0, 76.8), 5762, 8532), (128, (67.0, 62.0, 61.8), 5605, 8380),
+    ):  # fmt: skip
         layers = run("llama3-8b", 8192, batch=2, recompute="selective", zero_degree=gpus)
+        eager = replace(layers, stack="torchtitan_eager")
         for gib, mode in zip(peaks, ("eager", "compiled", "compiled, Float8"), strict=True):
-            yield Point("torchtitan", f"8B, {gpus} GPUs, {mode}", layers, gib, 0, "" if mode == "eager" else COMPILED)
-        # The rate of Float8 products comes from the row of 8 GPUs.
-        yield Point("torchtitan", f"8B, {gpus} GPUs, compiled, Float8", layers, 0, seconds(layers, tokens_s),
+            yield point(f"8B, {gpus} GPUs, {mode}", eager if mode == "eager" else layers, gib)
+        # The rates of products, eager and in Float8, come from the rows of 8 GPUs.
+        yield point(f"8B, {gpus} GPUs, eager", eager, 0, seconds(eager, eager_s), counted=gpus != 8)
+        yield point(f"8B, {gpus} GPUs, compiled, Float8", layers, 0, seconds(layers, tokens_s),
                     counted=gpus != 8)  # fmt: skip
     for ranks, gib, tokens_s in ((1, 83.9, 3890), (2, 84.2, 2540), (4, 84.0, 1071), (8, 84.5, 548)):
         ring = run("llama3-8b", 32768 * ranks, ranks, zero_degree=8)
-        missing = POWER if ranks < 4 else RING_TIME
-        yield Point("torchtitan", f"8B, 8 GPUs, CP{ranks}", ring, gib, seconds(ring, tokens_s), missing)
-    model = run("llama3-70b", 8192, batch=16, zero_degree=32, tensor_ranks=8)
-    yield Point("torchtitan", "70B, 256 GPUs, TP8", model, 71.9, seconds(model, 829), FLOAT8, TENSORS)
+        yield point(f"8B, 8 GPUs, CP{ranks}", ring, gib, seconds(ring, tokens_s), RING_TIME)
+    tensor = "torchtitan_async"
+    # The rates of wider products come from the next two rows, and the share that async TP hides from the third.
+    for name, model, batch, degree, stack, rate in (
+        ("70B, 256 GPUs, TP8, June 2025", "llama3-70b", 16, 32, "torchtitan", 809.8),
+        ("405B, 128 GPUs, TP8, August 2024", "405B", 2, 16, "torchtitan", 177.0),
+        ("405B, 128 GPUs, TP8, async TP, August 2024", "405B", 2, 16, tensor, 185.0),
+    ):
+        alone = run(model, 8192, stack=stack, batch=batch, zero_degree=degree, tensor_ranks=8)
+        yield point(name, alone, 0, seconds(alone, rate), counted=False)
+    vanilla = run("llama3-70b", 8192, batch=16, zero_degree=32, tensor_ranks=8)
+    yield point("70B, 256 GPUs, TP8", vanilla, 71.9, seconds(vanilla, 829), "", TENSORS)
+    hidden = replace(vanilla, stack=tensor)
+    yield point("70B, 256 GPUs, TP8, async TP", hidden, 67.6, seconds(hidden, 876))
     stages: dict[str, Any] = {"zero_degree": 8, "tensor_ranks": 8, "pipeline_ranks": 8, "micro_batches": 8}
     for chunks, gib, tokens_s in ((1, 82.5, 100), (2, 72.7, 128)):
-        stage = run("405B", 8192, batch=4, pipeline_chunks=chunks, **stages)
+        stage = run("405B", 8192, stack=tensor, batch=4, pipeline_chunks=chunks, **stages)
         name = f"405B, 512 GPUs, {'1F1B' if chunks == 1 else 'interleaved'}"
-        yield Point("torchtitan", name, stage, gib, seconds(stage, tokens_s), FLOAT8, "unexplained")
+        yield point(name, stage, gib, seconds(stage, tokens_s), "", STAGES)
     for ranks, gib, tokens_s in ((1, 75.3, 76), (2, 75.9, 47), (4, 77.1, 31), (8, 84.9, 16)):
-        ring = run("405B", 32768 * ranks, ranks, **stages)
-        missing = FLOAT8 if ranks == 1 else RING_TIME
-        yield Point("torchtitan", f"405B, 512 GPUs, CP{ranks}", ring, gib, seconds(ring, tokens_s), missing,
-                    "unexplained; on cards of 96 GB")  # fmt: skip
-    trainy = run("llama3-8b", 8192, batch=2, recompute="selective", zero_degree=32)
-    yield Point("Trainy", "8B, 32 GPUs, Float8", trainy, 47.96, 0, "the loss is compiled since 2025: no float32 logits")
+        ring = run("405B", 32768 * ranks, ranks, stack=tensor, **stages)
+        yield point(f"405B, 512 GPUs, CP{ranks}", ring, gib, seconds(ring, tokens_s), RING_TIME, CARDS)
+    trainy = run("llama3-8b", 8192, stack="torchtitan_2025", batch=2, recompute="selective", zero_degree=32)
+    yield Point("Trainy", "8B, 32 GPUs, Float8", trainy, 47.96)
+    yield Point("Trainy", "8B, 64 GPUs, Float8", replace(trainy, zero_degree=64), 46.97)
 
 
 def other_points() -> Iterator[Point]:
     """Yield the points of ALST, NeMo and Llama 3."""
     host, tiles = {"recompute": "offloaded"}, {"tiled_mlp_tokens": 4096}
-    for tokens, ranks, seconds, missing, changed in (
-        (160_000, 1, 123, "ZeRO's gathers and Liger's loss of eight sequences; not looked up", {"zero_degree": 8}),
-        (500_000, 1, 1010, TILES, {**host, **tiles, "offload": "parameters"}),
-        (1_100_000, 8, 564, SUSTAINED, {}),
-        (1_200_000, 8, 703, TILES, tiles),
-        (2_400_000, 8, 2610, SUSTAINED, host),
-        (3_700_000, 8, 6455, SUSTAINED, {**host, **tiles}),
-        (15_000_000, 32, 26709, SUSTAINED, {**host, **tiles}),
+    for tokens, ranks, seconds, changed in (
+        (160_000, 1, 123, {"zero_degree": 8}),
+        (500_000, 1, 1010, {**host, **tiles, "offload": "parameters"}),
+        (1_100_000, 8, 564, {}),
+        (1_200_000, 8, 703, tiles),
+        (2_400_000, 8, 2610, host),
+        (3_700_000, 8, 6455, {**host, **tiles}),
+        (15_000_000, 32, 26709, {**host, **tiles}),
     ):
         run = setup("deepspeed", "llama3-8b", tokens, ranks, **changed)
-        yield Point("ALST", f"8B, {tokens:,} tokens, {ranks} GPUs", run, 0, seconds, missing)
+        yield Point("ALST", f"8B, {tokens:,} tokens, {ranks} GPUs", run, 0, seconds)
     b200 = hardware("b200")
     assert b200.measured is not None
     fp8 = replace(b200, measured=replace(b200.measured, products=2 * b200.measured.products))
@@ -262,7 +298,7 @@ def _points_table(figures: Sequence[Figure]) -> Table:
     table = Table(
         "Published steps and their plan",
         ("source", "run", "figure", "published", "planned", "ratio", "met", "missing term"),
-        notes=[f"- {name}: {about}." for name, about in SOURCES.items()],
+        notes=[f"- {name}: {about}." for name, about in SOURCES.items()] + [f"- {note}." for note in NOTES],
     )
     for figure in figures:
         met, point = "yes" if figure.met else "no", figure.point

@@ -19,8 +19,9 @@ GIB = 2**30
 class Reached:
     """Rates that kernels and links reach: FLOP/s of matrix products and attention, bytes per second one way.
 
-    `machine` is the number of ranks in one machine, which `link` connects; `network` connects machines. `copy_bytes_s`
-    is the rate of the accelerator's memory, or None if no figure is used.
+    `machine` is the number of ranks in one machine, which `link` connects; `network` connects machines. `peer_bytes_s`
+    is the rate of messages to a single other rank of the machine. `copy_bytes_s` is the rate of the accelerator's
+    memory. They are None if no figure is used.
     """
 
     products: float
@@ -31,6 +32,7 @@ class Reached:
     machine: int
     source: str
     copy_bytes_s: float | None = None
+    peer_bytes_s: float | None = None
 
 
 def reached(products: float, source: str, cluster: Cluster) -> Reached:
@@ -39,6 +41,7 @@ def reached(products: float, source: str, cluster: Cluster) -> Reached:
         products, cluster.flops, cluster.backward_flops or cluster.flops, cluster.bandwidth,
         cluster.node_bandwidth or cluster.bandwidth, cluster.ranks_per_node or 8,
         f"matrix products: {source}; attention and links: {cluster.source}", cluster.copy_bytes_s,
+        cluster.peer_bandwidth,
     )  # fmt: skip
 
 
@@ -47,11 +50,16 @@ SHARE = 0.73
 
 It is assumed for accelerators without a published rate.
 """
+PRODUCTS = 720e12
 SEMIANALYSIS = "720 TFLOP/s at shapes of language models (SemiAnalysis, MI300X vs H100 vs H200, December 2024)"
 CUDA_TILE = (
     "1,448 to 1,562 TFLOP/s of cuBLAS at Llama-7B's feed-forward (arXiv:2604.23466), of which the lowest is used"
 )
 MAMF = "the best of all shapes (S. Bekman, ml-engineering, table of maximum achievable matmul FLOPS)"
+TORCHAO = (
+    "60 % of the peak, and 92 % of the memory's 2.4 TB/s, which torchao states for Meta's variant "
+    "(float8/roofline_utils.py); attention slower than on an H100 of 700 W by the same factor as products"
+)
 ASSUMED = f"{SHARE:.0%} of peak, as on an H100; attention 73 and 63 % of it, as FlashAttention-2 reaches on an A100"
 
 
@@ -93,7 +101,7 @@ class Hardware:
 
     def with_link(self, bytes_s: float) -> Hardware:
         """Return the accelerator with links of `bytes_s` within a machine. Messages are assumed to reach this rate."""
-        rates = None if self.measured is None else replace(self.measured, link_bytes_s=bytes_s)
+        rates = None if self.measured is None else replace(self.measured, link_bytes_s=bytes_s, peer_bytes_s=None)
         return replace(self, link_bytes_s=bytes_s, measured=rates)
 
     def __post_init__(self) -> None:
@@ -116,6 +124,10 @@ NO_NVLINK = "weights stay whole, because gathering them over PCIe in every layer
 NVLINK = "NVLink is fast enough for ZeRO 3; attention dominates long sequences, so it is not recomputed"
 MUCH = "the memory is large enough to keep activations; use recompute=selective for longer sequences"
 
+H100 = reached(PRODUCTS, SEMIANALYSIS, CLUSTERS["h100"])
+LIMITED = 0.6 * 989e12 / PRODUCTS
+"""The rate of an H100 of 500 W over that of 700 W, for matrix products."""
+
 A100 = reached(267.9e12, MAMF, CLUSTERS["a100"])
 
 PRESETS: dict[str, Hardware] = {
@@ -133,10 +145,15 @@ PRESETS: dict[str, Hardware] = {
         Hardware("a100-80", 80 * GIB, 312e12, 300e9, PCIE4, "A100 datasheet (NVIDIA 2021), NVLink 600 GB/s both ways",
                  SERVER, NVLINK, measured=A100),
         Hardware("h100", 80 * GIB, 989e12, 450e9, PCIE5, "H100 SXM datasheet (NVIDIA 2023), NVLink 900 GB/s both ways",
-                 SERVER, NVLINK, measured=reached(720e12, SEMIANALYSIS, CLUSTERS["h100"])),
+                 SERVER, NVLINK, measured=H100),
+        Hardware("h100-96", 95 * GIB, 989e12, 450e9, PCIE5,
+                 "H100 SXM of 500 W with 96 GB of HBM2e (torchtitan, benchmarks/llama3_h100_202412)", SERVER, NVLINK,
+                 measured=replace(H100, products=LIMITED * PRODUCTS, attention_forward=LIMITED * H100.attention_forward,
+                                  attention_backward=LIMITED * H100.attention_backward, copy_bytes_s=0.92 * 2.4e12,
+                                  source=f"{TORCHAO}; {H100.source}")),
         Hardware("h200", 141 * 10**9, 989e12, 450e9, PCIE5,
                  "H200 SXM datasheet (NVIDIA 2024), 141 GB, NVLink 900 GB/s both ways", ROOMY, MUCH,
-                 measured=reached(720e12, SEMIANALYSIS, CLUSTERS["h200"])),
+                 measured=reached(PRODUCTS, SEMIANALYSIS, CLUSTERS["h200"])),
         Hardware("b200", 180 * 10**9, 2250e12, 900e9, PCIE5,
                  "HGX B200 datasheet (NVIDIA 2025), 180 GB, NVLink 1.8 TB/s both ways", ROOMY, MUCH,
                  measured=reached(1448e12, CUDA_TILE, CLUSTERS["b200"])),

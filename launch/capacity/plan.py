@@ -138,7 +138,7 @@ def recommended_settings(machine: Hardware, stack: str) -> dict[str, Any]:
     start = dict(machine.start)
     if stack in STACKS:
         start["precision"] = STACKS[stack].precisions.value[0]
-        if start["recompute"] == "selective" and not STACKS[stack].selective.value:
+        if start["recompute"] == "selective" and STACKS[stack].selective.value is None:
             start["recompute"] = "full"
     return start
 

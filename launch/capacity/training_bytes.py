@@ -539,7 +539,7 @@ class TrainingSetup(TrainingSwitches):
             f"schedule={self.schedule}": (self.schedule == "auto", "auto"),
             f"saved_activations={self.saved_activations}": (self.saved_activations == "keep", "keep"),
             f"head_groups={self.head_groups}": (self.head_groups == 1, "1"),
-            f"recompute={self.recompute}": (self.recompute != "selective" or stack.selective.value, "full"),
+            f"recompute={self.recompute}": (self.recompute != "selective" or stack.selective.value is not None, "full"),
             f"mask={self.attention.kind}": (self.attention.kind == "causal", "causal"),
             f"block={self.model.block}": (self.model.block == "swiglu", "swiglu"),
             "gradients_kept=false": (self.gradients_kept, "true"),

@@ -28,5 +28,13 @@ def test_enough_published_figures_are_met() -> None:
     bounds = {"s": TIME}
     met = [abs(figure.planned / figure.published - 1) <= bounds.get(figure.unit, MEMORY) for figure in counted]
     assert sum(met) >= 20 and met == [figure.met for figure in counted]
+    assert [sum(figure.met for figure in counted if (figure.unit == "s") == time) for time in (False, True)] == [26, 26]
     for figure in figures:
         assert figure.met or figure.point.missing or figure.point.missing_gib, figure.point.name
+
+
+def test_the_rates_of_products_are_those_of_their_rows() -> None:
+    """The rows that rates come from are planned as published, to the digits of the rates, and are not counted."""
+    rows = [figure for figure in all_figures() if figure.point.name.endswith(("June 2025", "August 2024"))]
+    assert len(rows) == 3 and not any(figure.point.counted for figure in rows)
+    assert [figure.ratio for figure in rows] == pytest.approx([1, 1, 1], abs=2e-3)
