@@ -28,7 +28,7 @@ from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.executor import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import Runtime
-from ringattn.sequence import Sequence
+from ringattn.sequence import Sequence, check_device
 
 
 def attend(
@@ -231,7 +231,10 @@ def make_problem(
         seq.length, keys.length, seq.documents, keys.documents, q_heads, kv_heads
     )
     wires = ring.dkv_wire_dtype, ring.kv_wire_dtype, ring.out_wire_dtype
-    return Problem(seq.layout, keys.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires)
+    return Problem(
+        seq.layout, keys.layout, mask, batch, q_heads, kv_heads, head_dim, value_dim, dtype, *wires,
+        keep_received=ring.keep_received,
+    )  # fmt: skip
 
 
 def check_distances(seq: Sequence, options: AttentionOptions) -> None:
@@ -456,8 +459,9 @@ def check_tensors(
             raise InputError(where + f"{name} is {x.dtype} and q is {q.dtype}; q, k and v must have the same dtype")
         if x.shape[0] != q.shape[0]:
             raise InputError(where + f"{name} has batch {x.shape[0]} and q has batch {q.shape[0]}; they must be equal")
-        if x.device != q.device or (ring.world_size > 1 and x.device.type != ring.device.type):
-            raise InputError(where + f"{name} is on {x.device}, this ring uses {ring.device}")
+        check_device(ring, name, x)
+        if x.device != q.device:
+            raise InputError(where + f"{name} is on {x.device} and q is on {q.device}; they must be equal")
         if x.stride(3) != 1 and x.shape[3] > 1 and x.numel():
             raise InputError(where + f"the last dimension of {name} must be contiguous; call {name}.contiguous()")
     if k.shape[2] != v.shape[2]:

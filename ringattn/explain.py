@@ -25,7 +25,7 @@ from ringattn.integers import whole_number
 from ringattn.options import AttentionOptions
 from ringattn.planner.candidates import Candidate, check_extent, followed, how_chosen, is_named, table_of
 from ringattn.planner.choose import choose_route, compared, plans_of_passes, without_collector
-from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_named, exchanges, placement
+from ringattn.planner.cluster import Cluster, Exchange, LinkClass, cluster_of, exchanges, placement
 from ringattn.planner.layouts import InLayout, better_layout, by_layout, in_layouts, misplaced, pairs_planned
 from ringattn.planner.memory import MemoryPlan, memory_plan
 from ringattn.planner.plan import Plan, record_bytes
@@ -233,16 +233,22 @@ def explain_call(
     `dilated`: the branches of dilated attention, which replace causal, window and mask of the options. The other
     arguments: see `Ring.explain`.
     """
-    _, q_heads, kv_heads, head_dim, value_dim = sizes
+    names = "batch", "q_heads", "kv_heads", "head_dim", "value_dim"
+    batch, q_heads, kv_heads, head_dim, value_dim = (
+        whole_number(size, f"explain: {name} must be a whole number, not below 0", 0)
+        for name, size in zip(names, sizes, strict=True)
+    )
+    if sm_margin is not None:
+        sm_margin = whole_number(sm_margin, "explain: sm_margin must be a number of multiprocessors", 0)
     check_sequences(ring, seq, kv_seq)
-    if isinstance(cluster, str):
-        cluster = cluster_named(cluster)
-    cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
+    cluster = ring.cluster if cluster is None else cluster_of(cluster).joined(ring.links)
     is_ring_cluster = cluster is ring.cluster or not is_named(cluster)
     cluster_from = ring.cluster_from if is_ring_cluster else f"named: {cluster.name}"
     schedule = options.schedule
     check_distances(seq, options)
-    problem = make_problem(ring, seq, kv_seq, *sizes, dtype, dilated or options.pairs)
+    problem = make_problem(
+        ring, seq, kv_seq, batch, q_heads, kv_heads, head_dim, value_dim, dtype, dilated or options.pairs
+    )
     softmax = softmax_of(options, head_dim, q_heads, kv_heads)
     chosen = ring.choice(device, getattr(torch, dtype), head_dim, value_dim, softmax)
     skips_rows = any(branch.dilation > 1 for branch in problem.mask.branches)
@@ -384,9 +390,7 @@ def explain_scan(
         name: whole_number(value, f"explain_states: {name} must be a number of bytes or rows", 0)
         for name, value in sizes._asdict().items()
     })  # fmt: skip
-    if isinstance(cluster, str):
-        cluster = cluster_named(cluster)
-    cluster = ring.cluster if cluster is None else cluster.joined(ring.links)
+    cluster = ring.cluster if cluster is None else cluster_of(cluster).joined(ring.links)
     fragments = fragments_of(seq.layout, seq.bounds)
     counts = tuple(len(fragments.of(rank)) for rank in range(ring.world_size))
     passes = tuple(

@@ -28,7 +28,7 @@ from ringattn.options import AttentionOptions
 from ringattn.planner.choose import choose_route, latents_are_faster
 from ringattn.runtime.activation import unseen
 from ringattn.runtime.call import AttentionCall
-from ringattn.runtime.consistency import anchor, refuse_dtensors
+from ringattn.runtime.consistency import anchor, check_kinds
 from ringattn.runtime.runtime import Runtime
 from ringattn.sequence import Sequence
 
@@ -76,7 +76,7 @@ def attend_latents(
 def _check(ring: Runtime, tensors: dict[str, Tensor], seq: Sequence, sinks: Tensor | None) -> None:
     """Raise `InputError` unless the tensors fit each other and are this rank's shards of `seq`."""
     check_sequences(ring, seq, None)
-    refuse_dtensors(tensors | {"sinks": sinks})
+    check_kinds(tensors | {"sinks": sinks})
     q, rotary, latents, _, w_v = tensors.values()
     for name, dims in (("q", 4), ("rotary", 3), ("latents", 3), ("w_k", 3), ("w_v", 3)):
         x = tensors[name]

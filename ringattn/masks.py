@@ -106,9 +106,7 @@ def bidirectional_blocks(blocks: Iterable[tuple[int, int]]) -> BidirectionalBloc
     Example:
         ring.attention(q, k, v, seq, causal=True, mask=masks.bidirectional_blocks([(5, 261), (300, 556)]))
     """
-    pairs = [tuple(block) for block in blocks]
-    if any(len(pair) != 2 for pair in pairs):
-        raise InputError(f"masks.bidirectional_blocks takes pairs (first token, token after the last), got {pairs!r}")
+    pairs = _pairs("masks.bidirectional_blocks takes pairs (first token, token after the last)", blocks)
     return BidirectionalBlocks(tuple(edge for pair in pairs for edge in pair))
 
 
@@ -187,6 +185,9 @@ def tree(parents: Iterable[int], lengths: Iterable[int]) -> Tree:
         mask = masks.tree([-1, 0, 0, 0], [1024, 512, 256, 512])
         seq = ring.sequence(2304).with_mask(mask)
     """
+    for name, numbers in (("parents", parents), ("lengths", lengths)):
+        if not isinstance(numbers, Iterable):
+            raise InputError(f"masks.tree: {name} must list one number per node, got {numbers!r}")
     return Tree(tuple(parents), tuple(lengths))
 
 
@@ -205,7 +206,8 @@ def by_head(groups: Iterable[tuple[int, AttentionMask | None]]) -> ByHead:
     Example:
         ring.attention(q, k, v, seq, causal=True, mask=masks.by_head([(4, masks.chunked(8192)), (4, None)]))
     """
-    return ByHead(tuple((heads, mask) for heads, mask in groups))
+    pairs = _pairs("masks.by_head takes pairs (number of heads, mask)", groups)
+    return ByHead(tuple((heads, mask) for heads, mask in pairs))
 
 
 def from_text(text: str) -> AttentionMask:
@@ -224,6 +226,8 @@ def from_text(text: str) -> AttentionMask:
     Example:
         masks.from_text("chunked:8192")
     """
+    if not isinstance(text, str):
+        raise InputError(f"mask={text!r} is not a text; write the name of a mask and its numbers, as in chunked:128")
     name, _, rest = text.partition(":")
     if name not in _PARSERS:
         raise InputError(f"mask={text!r}: {name!r} is not a mask; choose one of {', '.join(_PARSERS)}")
@@ -505,12 +509,16 @@ class Tree(AttentionMask):
                 parents[start] = before
         return parents
 
+    def check_length(self, tokens: int) -> None:
+        """Raise `InputError` unless `tokens` is the number of tokens of the tree."""
+        if tokens != self.tokens:
+            raise InputError(f"masks.tree has {self.tokens} tokens, and the sequence has {tokens}")
+
     def lower(self, frame: Frame) -> Mask:
         """See `AttentionMask.lower`. Each node is one causal rectangle: its keys, and the queries of its subtree."""
         if frame.bounds != frame.kv_bounds:
             raise InputError("masks.tree needs queries and keys of the same tokens, so leave kv_seq out")
-        if frame.bounds[-1] != self.tokens:
-            raise InputError(f"masks.tree has {self.tokens} tokens, and the sequence has {frame.bounds[-1]}")
+        self.check_length(frame.bounds[-1])
         if len(frame.documents) != 1:
             raise InputError("masks.tree takes a sequence without documents; a tree may have several roots instead")
         if -UNBOUNDED < frame.band.lo < 0:
@@ -635,11 +643,22 @@ _SLICE = re.compile(r"(\d+)-(\d+)x(\d+)-(\d+)([fcsib])")
 _NODE = re.compile(r"(?:(\d+)\*)?(\d+)|([(),])")
 
 
+def _pairs(needed: str, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ...]]:
+    """Return the pairs in a list. Raises InputError, whose message begins with `needed`, unless all are pairs."""
+    try:
+        listed = [tuple(pair) for pair in pairs]
+    except TypeError:  # not iterable
+        raise InputError(f"{needed}, got {pairs!r}") from None
+    if any(len(pair) != 2 for pair in listed):
+        raise InputError(f"{needed}, got {listed!r}")
+    return listed
+
+
 def _ranges(name: str, argument: str, ranges: Iterable[tuple[int, int]]) -> np.ndarray:
     """Return ranges as an array (n, 2). Raises InputError unless they are ordered pairs of positions."""
-    pairs = [tuple(each) for each in ranges]
+    pairs = _pairs(f"{name}: {argument} are pairs (first position, position after the last)", ranges)
     for pair in pairs:
-        if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, Integral) for n in pair):
+        if any(isinstance(n, bool) or not isinstance(n, Integral) for n in pair):
             raise InputError(f"{name}: {argument} are pairs (first position, position after the last), got {pair!r}")
         if not 0 <= pair[0] <= pair[1] <= MOST_TOKENS:
             raise InputError(f"{name}: {argument} has {pair!r}, where 0 <= first <= stop is needed")

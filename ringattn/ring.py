@@ -34,7 +34,7 @@ from ringattn.masks import Tree, check_mask
 from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, ProfileName
 from ringattn.observe.spans import Recording, new_recording
 from ringattn.options import AttentionKeywords, AttentionOptions, check_dropout_seed, takes_options
-from ringattn.planner.cluster import Cluster, cluster_named
+from ringattn.planner.cluster import Cluster, cluster_of
 from ringattn.planner.layouts import suits_at_once
 from ringattn.planner.memory import MemoryPlan
 from ringattn.planner.plan import placements
@@ -50,7 +50,7 @@ from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.rendezvous import TransportName, open_transport, refusals_published
 from ringattn.transport.untraced import untraced
 
-Planned = TypeVar("Planned", bound=Sequence[Any] | tuple[MicroBatch, ...])
+Planned = TypeVar("Planned", bound=Sequence[Any] | tuple[Sequence[Any] | MicroBatch, ...])
 """What `Ring.plan_ahead` plans."""
 
 
@@ -99,6 +99,7 @@ class Ring(Runtime):
         dkv_wire_dtype: torch.dtype | FloatName | None = None,
         kv_wire_dtype: torch.dtype | EightBitName | None = None,
         out_wire_dtype: torch.dtype | FloatName | None = None,
+        keep_received: bool = False,
         poison: bool = False,
         nccl: NcclOptions | None = None,
         cluster: Cluster | str | None = "auto",
@@ -125,6 +126,10 @@ class Ring(Runtime):
             out_wire_dtype: The floating dtype, or its name, in which a rank returns outputs that it computed for the
                 queries of another rank, as the schedules ulysses, ulysses_ring, pass_q and balanced do. A narrower
                 dtype rounds those outputs. None: the accumulator dtype.
+            keep_received: Keep everything that a forward pass receives until its backward pass, which then need not
+                receive it again. Only all_gather, node_gather and ulysses can, because they hold all received rows at
+                the same time. Each call needs the memory of these rows until its backward pass, so with checkpointed
+                layers only one layer needs it. False: keep them if they are at most an eighth of the own K and V.
             poison: Fill unused memory with NaN, so that reading it becomes visible.
             nccl: Options of NCCL, for the transports nccl and peer (between nodes). None: the defaults of
                 `NcclOptions`.
@@ -148,20 +153,23 @@ class Ring(Runtime):
             if cluster == "auto":
                 machines: Cluster | Literal["auto"] | None = "auto"
             else:
-                machines = cluster_named(cluster) if isinstance(cluster, str) else cluster
+                machines = None if cluster is None else cluster_of(cluster)
             if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
                 raise InputError(f"timeout_s must be a positive, finite number, got {timeout_s!r}")
-            wires = {
+            if not isinstance(keep_received, bool):
+                raise InputError(f"keep_received must be True or False, got {keep_received!r}")
+            facts: dict[str, Any] = {
+                "keep_received": keep_received,
                 "dkv_wire_dtype": wire_name("dkv_wire_dtype", dkv_wire_dtype, FLOATS),
                 "kv_wire_dtype": wire_name("kv_wire_dtype", kv_wire_dtype, EIGHT_BIT),
                 "out_wire_dtype": wire_name("out_wire_dtype", out_wire_dtype, FLOATS),
             }
         if not isinstance(transport, str):
-            super().__init__(transport, engine=engine, poison=poison, cluster=machines, **wires)
+            super().__init__(transport, engine=engine, poison=poison, cluster=machines, **facts)
             return
         opened = open_transport(group, transport, timeout_s, nccl, calibrated=machines == "auto")
         try:
-            super().__init__(opened, engine=engine, poison=poison, cluster=machines, **wires)
+            super().__init__(opened, engine=engine, poison=poison, cluster=machines, **facts)
         except BaseException as error:
             opened.abort(error)  # the other ranks have opened the ring already
             raise
@@ -222,8 +230,8 @@ class Ring(Runtime):
         Raises:
             InputError: No length is given, it is not a number of tokens or exceeds 2^50; `cu_seqlens` does not ascend
                 from 0 to the length; a name is unknown; a layout of documents is used without documents, or
-                layout="mask" without a mask; the mask does not fit the sequence; or a schedule is named for a layout
-                other than documents and mask.
+                layout="mask" without a mask or with one that does not fit the sequence; the mask is a tree of another
+                number of tokens; or a schedule is named for a layout other than documents and mask.
 
         Example:
             seq = ring.sequence(cu_seqlens=[0, 700, 1000])
@@ -315,8 +323,8 @@ class Ring(Runtime):
         results are the same as without.
 
         Args:
-            make: Returns a sequence of this ring, or the micro-batches of `batch`. It is called in the thread, so it
-                must not make calls of the ring that other ranks take part in.
+            make: Returns a sequence of this ring, a tuple of them, or the micro-batches of `batch`. It is called in the
+                thread, so it must not make calls of the ring that other ranks take part in.
 
         Returns:
             The future of what `make` returns. Its `result()` waits until that is planned.
@@ -633,8 +641,9 @@ class Ring(Runtime):
             The explanation: plans, bytes, messages, pairs, memory, predicted time. `print` shows it as text.
 
         Raises:
-            InputError: Sizes are missing, a name is unknown, options contradict each other, there are too many pieces
-                to plan, or the GPUs of the cluster have fewer multiprocessors than `sm_margin`.
+            InputError: Sizes are missing or are not whole numbers, a tensor does not have four dimensions, a name is
+                unknown, options contradict each other, there are too many pieces to plan, or the GPUs of the cluster
+                have fewer multiprocessors than `sm_margin`.
             UnsupportedError: The engine does not compute this call.
 
         Example:
@@ -647,6 +656,10 @@ class Ring(Runtime):
             branches = Dilated(*check(segment_lengths or (), dilation_rates or ()), checked.causal, offset, layer)
         elif offset != "mod" or layer is not None:
             raise InputError("offset= and layer= need dilated attention; also give segment_lengths=")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x is not None and (not isinstance(x, Tensor) or x.dim() != 4):
+                got = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
+                raise InputError(f"explain: {name} must be a (batch, tokens, heads, head_dim) tensor, got {got}")
         if q is not None:
             if batch != 1 or (q_heads, head_dim, dtype) != (None, None, None):
                 raise InputError("explain takes batch, heads, head_dim and dtype from q; give either q= or these")
@@ -654,7 +667,10 @@ class Ring(Runtime):
             dtype = q.dtype
         if q_heads is None or head_dim is None:
             raise InputError("explain needs q=, or q_heads= and head_dim=")
-        kv_heads = k.shape[2] if k is not None else kv_heads or q_heads
+        if k is not None:
+            kv_heads = k.shape[2]
+        elif kv_heads is None:
+            kv_heads = q_heads
         sizes = batch, q_heads, kv_heads, head_dim, v.shape[3] if v is not None else head_dim
         name = str(dtype or torch.bfloat16).removeprefix("torch.")
         return explain_call(
@@ -772,12 +788,13 @@ class Ring(Runtime):
         """Sum tensors over the ranks, in place, with the same bits on every rank. A collective call.
 
         Args:
-            tensors: Tensors of any shape, stride and dtype except bool, with the same shapes and dtypes on all ranks.
-                Floats of 8 and 16 bits are summed in float32 and rounded once, all others in their own dtype. An entry
-                that is None on all ranks, like the gradient of a frozen parameter, is skipped.
+            tensors: Tensors of any shape and stride, with the same shapes and dtypes on all ranks; not expanded, sparse
+                or DTensors. Any dtype except bool and unsigned integers of 16 bits and more. Floats of 8 and 16 bits
+                are summed in float32 and rounded once, all others in their own dtype. An entry that is None on all
+                ranks, like the gradient of a frozen parameter, is skipped.
 
         Raises:
-            InputError: An entry is neither a tensor nor None, on any rank; or a tensor is bool, which ends the ring.
+            InputError: An entry is not such a tensor and not None, on any rank; every rank raises.
             DisagreementError: Shapes, dtypes, or which entries are None differ between ranks.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).
@@ -789,7 +806,9 @@ class Ring(Runtime):
 
         def described() -> str:
             entries.extend(tensors)
-            return f"all_reduce of {collectives.summary(entries)}"
+            listed = collectives.summary(entries)
+            collectives.check_sums(entries)
+            return f"all_reduce of {listed}"
 
         try:
             self.check_same_call(described)
@@ -807,11 +826,12 @@ class Ring(Runtime):
         """Copy the tensors of one rank to every rank, in place. A collective call.
 
         Args:
-            tensors: Tensors of any shape, stride and dtype, with the same shapes and dtypes on all ranks.
+            tensors: Tensors of any shape, stride and dtype, with the same shapes and dtypes on all ranks; not expanded,
+                sparse or DTensors.
             src: The rank whose tensors are copied.
 
         Raises:
-            InputError: There is no rank `src`, or an entry is not a tensor, on any rank.
+            InputError: There is no rank `src`, or an entry is not such a tensor, on any rank; every rank raises.
             DisagreementError: `src`, shapes or dtypes differ between ranks.
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed, a peer was lost (PeerLostError) or the deadline passed (DeadlineError).

@@ -67,8 +67,10 @@ class Sequence(Generic[RingType]):
             encoder: The sequence of the tokens of an encoder. None: there is none, or it is not sharded.
 
         Raises:
-            Nothing.
+            InputError: The mask is a tree of another number of tokens: positions and labels would be wrong.
         """
+        if isinstance(mask, Tree):
+            mask.check_length(layout.length)
         self.ring, self.layout, self.documents, self.mask, self.encoder = ring, layout, documents, mask, encoder
         self.length = layout.length
         self._positions: np.ndarray | None = None
@@ -162,7 +164,8 @@ class Sequence(Generic[RingType]):
             A new sequence of the same ring.
 
         Raises:
-            InputError: `mask` is not a mask.
+            InputError: `mask` is not a mask, or a tree of another number of tokens. An attention call refuses every
+                other mask that does not fit the sequence.
 
         Example:
             with ring.activate(seq.with_mask(masks.prefix(prompt_lengths))):
@@ -250,7 +253,8 @@ class Sequence(Generic[RingType]):
             A tensor like x with all of the sequence's tokens in `dim`.
 
         Raises:
-            InputError: `x` is not a tensor, has no such dimension or the wrong length, on any rank; every rank raises.
+            InputError: `x` is not a dense tensor on the ring's device, has no such dimension or the wrong length, on
+                any rank; every rank raises.
             DisagreementError: The shards of the ranks differ in dtype, in `dim` or in their other dimensions; or one
                 rank needs the gradient and another rank calls under torch.no_grad.
             ClosedError: The ring was closed or has failed.
@@ -262,6 +266,7 @@ class Sequence(Generic[RingType]):
         def described() -> str:
             nonlocal axis
             axis = dimension_of(x, dim, f"rank {self.ring.rank}: gather")
+            check_device(self.ring, "x", x)
             if x.shape[axis] != self.counts[self.ring.rank]:
                 raise InputError(
                     f"rank {self.ring.rank}: gather got {x.shape[axis]} tokens in dimension {axis} of "
@@ -385,6 +390,14 @@ def dimension_of(x: Tensor, dim: int, where: str) -> int:
     if not -x.dim() <= dim < x.dim():
         raise InputError(f"{where}: dim={dim} does not exist in a tensor of shape {tuple(x.shape)}")
     return dim % x.dim()
+
+
+def check_device(ring: _Ranks, name: str, x: Tensor) -> None:
+    """Raise `InputError` if `x` is not a tensor, or on another kind of device than the messages of the ring."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"rank {ring.rank}: {name} must be a tensor, got {type(x).__name__}")
+    if ring.world_size > 1 and x.device.type != ring.device.type:
+        raise InputError(f"rank {ring.rank}: {name} is on {x.device}, this ring uses {ring.device}")
 
 
 RANGE_BYTES = 1 << 16

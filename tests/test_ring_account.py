@@ -130,6 +130,28 @@ def test_explain_takes_numbers_instead_of_tensors() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"q_heads": 2.5}, r"q_heads must be a whole number, not below 0, got 2\.5"),
+        ({"q_heads": True}, "q_heads must be a whole number, not below 0, got True"),
+        ({"kv_heads": 0}, "kv_heads=0, where attention needs at least 1"),
+        ({"kv_heads": 1.0}, r"kv_heads must be a whole number, not below 0, got 1\.0"),
+        ({"head_dim": "16"}, "head_dim must be a whole number, not below 0, got '16'"),
+        ({"batch": -1}, "batch must be a whole number, not below 0, got -1"),
+        ({"sm_margin": 0.5}, r"sm_margin must be a number of multiprocessors, got 0\.5"),
+        ({"cluster": 5}, "cluster must be a Cluster, the name of a preset or a file, got 5"),
+        ({"k": torch.zeros(8, 2, 16)}, r"k must be a \(batch, tokens, heads, head_dim\) tensor, got \(8, 2, 16\)"),
+    ],
+)
+def test_explain_and_memory_plan_refuse_values_that_are_not_sizes(arguments: dict[str, Any], message: str) -> None:
+    with Ring() as ring:
+        seq = ring.sequence(8)
+        for method in (ring.explain, ring.memory_plan):
+            with pytest.raises(InputError, match=message):
+                method(seq, **({"q_heads": 2, "head_dim": 16} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ({"offset": "block"}, "offset= and layer= need dilated attention"),
         ({"layer": 1}, "offset= and layer= need dilated attention"),
         ({"q": torch.zeros(1, 8, 2, 8), "q_heads": 4}, "give either q= or these"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import DisagreementError, InputError, Ring, UnsupportedError
+from ringattn import DisagreementError, InputError, Ring, Sequence, UnsupportedError
 from ringattn.engine.plain import PlainEngine
 from ringattn.testing import run_ranks
 from tests.face import DEADLINE_S, RANKS, TOKENS, Change, X, attend, errors
@@ -115,6 +115,37 @@ def test_bad_on_one_rank_is_refused_by_all_and_the_ring_lives(bad: str) -> None:
         assert isinstance(error, InputError) and re.match(prefix + refusal_on(1, message), str(error))
 
 
+ONE_TENSOR: dict[str, Callable[[Ring, Sequence, Tensor], object]] = {
+    "attention": lambda ring, seq, x: ring.attention(x, x, x, seq),
+    "gather": lambda ring, seq, x: seq.gather(x),
+    "halo": lambda ring, seq, x: ring.halo(x, seq, 2),
+    "scan_states": lambda ring, seq, x: ring.scan_states(x, x, seq),
+}
+
+
+@pytest.mark.parametrize("call", ONE_TENSOR)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Tensor.to_sparse, "is torch.sparse_coo"),
+        (lambda x: x.to("meta"), "is on meta, this ring uses cpu"),
+        (Tensor.numpy, "got ndarray"),
+    ],
+    ids=["sparse", "meta", "no tensor"],
+)
+def test_a_tensor_without_dense_values_on_one_rank_is_refused_by_all(
+    call: str, change: Callable[[Tensor], Any], message: str
+) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS, layout="contiguous")
+        x = torch.ones(1, 1, 2, 4) if call == "scan_states" else seq.shard(X)
+        with pytest.raises(InputError, match=f"rank 1: .*{message}"):
+            ONE_TENSOR[call](ring, seq, change(x) if ring.rank == 1 else x)
+        ONE_TENSOR[call](ring, seq, x)
+
+    run_ranks(RANKS, body)
+
+
 def test_a_feature_that_an_engine_lacks() -> None:
     lacked: tuple[dict[str, Any], ...] = (
         {"softcap": 3.0},
@@ -200,6 +231,7 @@ def test_a_barrier_beside_another_call() -> None:
         ({"timeout_s": "60"}, r"timeout_s must be a positive, finite number, got '60'"),
         ({"dkv_wire_dtype": torch.int8}, r"dkv_wire_dtype=torch\.int8 is not supported; use one of float64"),
         ({"transport": "pigeon"}, r"transport='pigeon' is not known; choose one of auto, local, shm, gloo, nccl, peer"),
+        ({"cluster": 5}, r"cluster must be a Cluster, the name of a preset or a file, got 5"),
         ({"transport": "nccl"}, r"needs a CUDA device, and torch finds none"),
     ],
 )

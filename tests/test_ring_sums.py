@@ -74,3 +74,34 @@ def test_sums_and_copies_of_other_types_are_refused() -> None:
         assert isinstance(error, InputError) and re.search(r"rank \d: tensors\[1\] is a float", str(error))
     for error in errors(lambda ring: ring.broadcast([torch.ones(1), None])):
         assert isinstance(error, InputError) and re.search(r"rank \d: broadcast: tensors\[1\] is None", str(error))
+
+
+NOT_OVERWRITTEN = {
+    "elements share memory": lambda: torch.ones(1).expand(3),
+    "torch.sparse_coo": lambda: torch.ones(3).to_sparse(),
+    "on the device meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("reason", NOT_OVERWRITTEN)
+def test_a_tensor_that_cannot_be_overwritten_on_one_rank_is_refused_by_all(call: str, reason: str) -> None:
+    def body(ring: Ring) -> None:
+        bad = NOT_OVERWRITTEN[reason]() if ring.rank == 1 else torch.ones(3)
+        with pytest.raises(InputError, match=f"rank 1: tensors.1. .*{reason}"):
+            getattr(ring, call)([torch.ones(2), bad])
+        ring.barrier()  # the ring is still open
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint32, torch.uint64])
+def test_sums_of_a_dtype_without_a_sum_are_refused_by_all(dtype: torch.dtype) -> None:
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match=f"tensors.1. is {dtype}, which has no sum"):
+            ring.all_reduce([torch.ones(2), torch.zeros(3, dtype=dtype)])
+        copied = torch.full((3,), ring.rank).to(dtype)
+        ring.broadcast([copied], src=1)
+        assert copied.to(torch.int64).tolist() == [1, 1, 1]
+
+    run_ranks(RANKS, body)

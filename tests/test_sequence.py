@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import DisagreementError, InputError, Ring, sequence
+from ringattn import DisagreementError, InputError, Ring, masks, sequence
 from ringattn.core.geometry import MOST_TOKENS
 from ringattn.core.layout import LAYOUTS
 from ringattn.testing import run_ranks
@@ -230,3 +230,12 @@ def test_a_sequence_keeps_its_encoder() -> None:
             plain.with_encoder(14)  # type: ignore[arg-type]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("tokens", [9, 99])
+def test_a_tree_of_another_number_of_tokens_is_refused(tokens: int) -> None:
+    with Ring() as ring:
+        seq, mask = ring.sequence(20), masks.tree([-1], [tokens])
+        for make in (lambda: ring.sequence(20, mask=mask), lambda: seq.with_mask(mask)):
+            with pytest.raises(InputError, match=f"masks.tree has {tokens} tokens, and the sequence has 20"):
+                make()

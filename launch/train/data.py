@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +141,36 @@ def _tokenizer(path: str) -> Any:
 
 
 # --- drawing a step's sequences --------------------------------------------------------------------------------------
+
+
+class Draws:
+    """This replica's sequences of each step. A thread can draw and plan those of the next step meanwhile."""
+
+    def __init__(self, ring: Ring, replica: int, text: Documents, config: TrainConfig) -> None:
+        """Draw nothing yet."""
+        self.config, self._ring = config, ring
+        self._drawn = partial(drawn, ring, replica, text, config=config)
+        self._ahead: tuple[int, Future[Any], list[BatchPart]] | None = None
+
+    def of_step(self, step: int) -> list[BatchPart]:
+        """Return the sequences of a step. Wait for the thread if it draws this step, and raise what it raised."""
+        if self._ahead is None or self._ahead[0] != step:
+            return self._drawn(step)
+        _, planned, parts = self._ahead
+        planned.result()
+        return parts
+
+    def draw_ahead(self, step: int) -> None:
+        """Let a thread draw and plan a step, unless the run ends before it."""
+        if step >= self.config.steps:
+            return
+        parts: list[BatchPart] = []
+
+        def draw() -> tuple[Sequence, ...]:
+            parts.extend(self._drawn(step))
+            return tuple(part.seq for part in parts)
+
+        self._ahead = step, self._ring.plan_ahead(draw), parts
 
 
 def drawn(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[BatchPart]:

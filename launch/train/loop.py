@@ -12,7 +12,7 @@ A rank without labels or tokens takes part in each step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,7 +36,7 @@ from ringattn.launch.folders import FolderLock, write_json
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.train.checkpoints import Curve, all_finite, checkpoints_of
 from ringattn.launch.train.config import ModelConfig, TrainConfig, from_spec
-from ringattn.launch.train.data import VOCABULARY, BatchPart, Documents, drawn
+from ringattn.launch.train.data import VOCABULARY, BatchPart, Documents, Draws, drawn
 from ringattn.launch.train.mesh import folder_of_run, load_on_all_ranks, opened_mesh, replica_of
 from ringattn.launch.train.model import (
     Attend,
@@ -135,7 +135,7 @@ def _trained(
     checkpoints = checkpoints_of(everyone, config, text, lock)
     curve = checkpoints.resume(model, optimizer) if checkpoints else Curve()
     first_step, step_s = len(curve.losses), []
-    tokens = config.batch * config.tokens
+    draws, tokens = Draws(ring, replica, text, config), config.batch * config.tokens
     title = f"{everyone.world_size} x {config.dtype}"
     with TrainingProgress(title, config.steps if lines else 0, lines) as progress:
         for step in range(first_step, config.steps):
@@ -147,7 +147,8 @@ def _trained(
             started = time.perf_counter()
             set_learning_rate(optimizer, config, step)
             name = f"step {step + 1} of {config.steps}"
-            loss = backward(ring, everyone, drawn(ring, replica, text, step, config), model, config, name).item()
+            ahead = partial(draws.draw_ahead, step + 1)
+            loss = backward(ring, everyone, draws.of_step(step), model, config, name, ahead).item()
             norm = clip(model, config)
             if error := nonfinite_step(name, loss, norm):
                 skip(everyone, model, optimizer, config, error, name)
@@ -270,14 +271,15 @@ def skip(
 
 
 def backward(
-    ring: Ring, everyone: Ring, parts: Many[BatchPart], model: Transformer, config: TrainConfig, name: str = ""
-) -> Tensor:
+    ring: Ring, everyone: Ring, parts: Many[BatchPart], model: Transformer, config: TrainConfig, name: str = "",
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the gradient of the global mean loss in the model's parameters, and return that loss (no dimensions).
 
     `parts` are the sequences of this replica, in at least one part. They are the same on every rank of `ring`, and
     their number is the same in every replica. The division into parts does not change the result. `everyone` has the
     ranks of all replicas. If `name` is given, it names the step in the `InputError` that all ranks raise if the step
-    has no label.
+    has no label. `meanwhile` is called before the last part's backward pass, and starts what its kernels can hide.
     """
     labels = [_labels(part, config) for part in parts]
     # Count the labels of all parts and ranks before the first backward, because each part's loss is divided by it.
@@ -295,6 +297,8 @@ def backward(
             # Sum gradients over the ranks only after the last part. Until then they are accumulated unsharded.
             model.set_requires_gradient_sync(number == len(parts) - 1)  # type: ignore[operator]
         loss = local_part(part.seq, model, part.seq.shard(part.tokens), of_part, int(valid), config)
+        if meanwhile and number == len(parts) - 1:
+            meanwhile()
         loss.backward()
         total += loss.detach()
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]

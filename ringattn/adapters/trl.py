@@ -226,6 +226,17 @@ class RingSFTMixin(_RingTRLMixin):
         with self._sharing_metrics(), self._gathering(gather), self._averaging_router_losses():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
+    def _merge_metrics(self, parts: list[dict[str, Tensor]]) -> None:
+        # SFTTrainer adds up tokens, and micro-batches have no padding. Its two other metrics are means over labels.
+        labels = [int((part["labels"] != -100).sum()) for part in parts]
+        entropy, accuracy = (self._metrics["train"][name] for name in ("entropy", "mean_token_accuracy"))  # type: ignore[attr-defined]
+        summed = sum(mean * count for mean, count in zip(entropy[-len(parts) :], labels, strict=True))
+        # Rounded to numbers of correct tokens, because SFTTrainer divides them in float32.
+        correct = sum(round(mean * count) for mean, count in zip(accuracy[-len(parts) :], labels, strict=True))
+        total = max(1, sum(labels))
+        entropy[-len(parts) :] = [summed / total]
+        accuracy[-len(parts) :] = [(torch.tensor(correct) / total).item()]
+
     @contextmanager
     def _averaging_router_losses(self) -> Iterator[None]:
         """Return a context for the loss of one batch, whose router loss in evaluation is the mean over ranks."""
@@ -517,6 +528,7 @@ class RingSFTTrainer(RingSFTMixin, SFTTrainer):
         args: Arguments of TRL's SFTTrainer.
         ring: The ring. Its ranks are consecutive processes. None: a ring of all processes.
         layout: As in `Ring.sequence`.
+        max_tokens_per_rank: As in `RingTrainerMixin`.
         kwargs: Arguments of TRL's SFTTrainer, including `peft_config`.
 
     Raises:

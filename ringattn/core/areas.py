@@ -301,7 +301,7 @@ class AreasOfMask(Areas):
 class AreasOfPart(Areas):
     """The items of one node in a placement over nodes: its tokens are numbered from 0 on in the order of positions."""
 
-    def __init__(self, whole: AreasOfMask, tokens: tuple[Piece, ...], others: Shards) -> None:
+    def __init__(self, whole: Areas, tokens: tuple[Piece, ...], others: Shards) -> None:
         """Cut the items of `whole` at the edges of the node's tokens. `others`: the tokens of other nodes."""
         start, stop = np.array(tokens, np.int64).reshape(-1, 2).T
         _, self._item, self._first, end = cut_at(whole.edges, start, stop)

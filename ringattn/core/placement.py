@@ -11,7 +11,7 @@ This placement is for schedules whose ranks wait for each other in every step; `
 A rank that takes the last tokens of an item fills its share with whole small items, or with first tokens of the same
 item. The first tokens cost no rows, because the rank reads them anyway. `cut_from_both_ends` does this along an order
 of all items, in which the nodes of a path are adjacent. On several machines, `placed_at_once` runs twice: over the
-machines, then over the ranks of each.
+machines, then over the ranks of each. Trees are placed over groups of ranks in the same way, if that sends fewer rows.
 Guarantees: equal masks and ranks give equal placements. Token counts are those of the contiguous layout; on several
 machines they differ by at most one.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
 from ringattn.core.areas import PAIRS_PER_ROW, Areas, AreasOfPart, Load, Piece, Pieces, Shards, areas_of
 from ringattn.core.bounded_cache import bounded
@@ -98,6 +98,9 @@ STARTING_CHOICES = tuple(Choice(*values) for values in product((0.002, 0.03), (0
 """The choices whose placements the search starts from. Each gives three placements: with equal pairs on all ranks, with
 the most pairs per rank that `EVEN` allows, and with half of this excess.
 """
+GROUPS_SHARE = 4
+"""How many times fewer tries a search over groups of ranks gets than the search over all ranks. The searches inside the
+groups share the same number."""
 LAST = 8
 """Number of the best placements whose load is computed exactly."""
 
@@ -132,11 +135,11 @@ def placed_at_once(
     return tuple(shards)
 
 
-def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0) -> Pieces:
+def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0, by_groups: bool = True) -> Pieces:
     """Return the placement of `placed_at_once` without nodes.
 
     `fills`: 0 for no search. `busiest`: how many times the rows of the rank that sends or receives most count, in
-    addition to all rows.
+    addition to all rows. `by_groups`: whether to try `_by_groups` and `STARTING_CHOICES` too.
     """
     tried: list[tuple[tuple[float, int], int, Pieces]] = []
 
@@ -144,7 +147,12 @@ def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0
         """Return a sort key: even placements by rows, then all others by unevenness."""
         return max(even, unevenness(load)), sum(load.received) + busiest * max(*load.received, *load.sent)
 
-    for pieces, load in _loads(areas, ranks, _starts(areas, ranks, even, fills > 0)):
+    placements = _starts(areas, ranks, even, fills > 0, by_groups)
+    groups = sorted(n for n in {2, ranks // 2} if 1 < n < ranks and not ranks % n)
+    if fills and by_groups and groups and any(areas.reads):  # documents gain little
+        fills //= 2
+        placements = chain(placements, _by_groups(areas, ranks, groups, even, fills // GROUPS_SHARE))
+    for pieces, load in _loads(areas, ranks, placements):
         tried.append((order(load), len(tried), pieces))
         # For thousands of short documents, the first placement is good enough.
         if tried[-1][0] <= (even, FEW_ROWS * areas.length):
@@ -156,6 +164,20 @@ def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0
             pieces = Pieces.of(search.shards(owners))
             tried.append((order(areas.load(pieces)), len(tried), pieces))
     return min(tried)[2]
+
+
+def _by_groups(areas: Areas, ranks: int, counts: list[int], even: float, fills: int) -> Iterator[Pieces]:
+    """Yield for each number of groups a placement over these groups of ranks, and then over the ranks of each.
+
+    So a branch of a tree that fills several ranks stays together, which moves of single items do not find.
+    """
+    for groups in counts:
+        shards: list[tuple[Piece, ...]] = []
+        for tokens in _at_once(areas, groups, even**0.5, fills, by_groups=False).shards():
+            part = AreasOfPart(areas, tokens, ())
+            inside = _at_once(part, ranks // groups, even**0.5, fills // groups, by_groups=False)
+            shards += part.placed(inside).shards()
+        yield Pieces.of(tuple(shards))
 
 
 def _is_small(areas: Areas, ranks: int) -> bool:
@@ -180,13 +202,13 @@ def unevenness(load: Load) -> float:
     return max(load.pairs) * len(load.pairs) / max(1, sum(load.pairs))
 
 
-def _starts(areas: Areas, ranks: int, even: float, searches: bool) -> Iterator[Pieces]:
+def _starts(areas: Areas, ranks: int, even: float, searches: bool, by_choices: bool) -> Iterator[Pieces]:
     """Yield the placements that a search starts from, or a few if there is no search."""
     if isinstance(areas, AreasOfPart) and areas.others.ranks:
         yield Pieces.of(place(areas, ranks, SPREAD))
     for order in orders(areas, DRAWN if searches else 0):
         yield cut_from_both_ends(areas, order, ranks, even)
-    if searches:
+    if searches and by_choices:
         most = int(even * int(areas.before[-1]) / ranks)
         middle = int(most * (1 + even) / (2 * even))
         for choice, limit in product(STARTING_CHOICES, (None, most, middle)):

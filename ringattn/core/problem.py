@@ -26,6 +26,7 @@ class Problem:
     which K and V are sent, one of `EIGHT_BIT`; None: `dtype`. `out_wire_dtype`: the dtype in which partial outputs are
     sent; None: the accumulator dtype. `latent_dims`: the sizes of a rotary key and of a latent, if these are stored
     and sent in place of K and V, and every step expands them into the K and V of all heads; None: K and V are sent.
+    `keep_received`: see `Ring`.
     """
 
     q_layout: Layout
@@ -41,6 +42,7 @@ class Problem:
     kv_wire_dtype: str | None = None
     out_wire_dtype: str | None = None
     latent_dims: tuple[int, int] | None = None
+    keep_received: bool = False
 
     def __post_init__(self) -> None:
         """Raise `InputError` if the facts contradict each other."""

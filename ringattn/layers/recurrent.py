@@ -25,7 +25,7 @@ from ringattn.core.fragments import Fragment
 from ringattn.errors import InputError
 from ringattn.integers import whole_number
 from ringattn.layers.base import Layer, check_sequence
-from ringattn.runtime.consistency import refuse_dtensors
+from ringattn.runtime.consistency import check_kinds
 from ringattn.runtime.states import reach, start_scan
 from ringattn.sequence import Sequence
 
@@ -596,7 +596,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 def _check_shapes(seq: Sequence, **tensors: tuple[Tensor, tuple[str | int, ...]]) -> dict[str, int]:
     """Return the sizes by name. Raise `InputError` unless sizes of the same name are equal, and all have the tokens."""
-    refuse_dtensors({name: x for name, (x, _) in tensors.items()})
+    check_kinds({name: x for name, (x, _) in tensors.items()})
     sizes = {"tokens": seq.counts[seq.ring.rank]}
     for name, (x, dims) in tensors.items():
         expected = tuple(sizes.get(dim, dim) if isinstance(dim, str) else dim for dim in dims)

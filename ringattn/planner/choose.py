@@ -58,7 +58,9 @@ _alone = threading.RLock()
 os.register_at_fork(after_in_child=lambda: globals().update(_alone=threading.RLock()))
 
 KEEP_AT_MOST = 1 / 8
-"""Keep received K and V for backward, instead of sending them again, up to this share of a shard's K and V."""
+"""Keep received K and V for backward, instead of sending them again, up to this share of a shard's K and V. A ring with
+`keep_received` has no such limit.
+"""
 
 
 def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) -> Route:
@@ -76,7 +78,7 @@ def choose_route(problem: Problem, schedule: str, cluster: Cluster = REFERENCE) 
     - for masks with dilation, the fastest of `all_gather` (if no rank has to hold more than a shard), `ulysses` and
       `sub_rings`, as `forward_seconds` predicts for `cluster`.
 
-    If everything that a forward pass receives is resident at the same time and small, it is kept for backward.
+    If everything that a forward pass receives is resident at the same time, and is small or to be kept, it is kept.
     Raises `InputError` for an unknown schedule, and for nodes of different sizes if a schedule needs equal sizes.
     """
     cluster.check_ranks(problem.world_size)
@@ -214,7 +216,7 @@ def _received(problem: Problem, route: TreeRoute) -> list[int]:
 
 
 def _can_keep_all(problem: Problem, route: Route) -> bool:
-    """Return whether everything that a forward pass receives is resident at once, and small on every rank."""
+    """Return whether all that a forward pass receives is resident at once, and small on every rank or to be kept."""
     if problem.world_size == 1 or not route.arrives_at_once:
         return False
     shard_bytes = [
@@ -228,7 +230,8 @@ def _can_keep_all(problem: Problem, route: Route) -> bool:
     else:
         assert isinstance(route, TreeRoute)
         received_bytes = [rows * record_bytes(problem, problem.kv_dtype) for rows in _received(problem, route)]
-    return any(received_bytes) and max(received_bytes) <= KEEP_AT_MOST * min(shard_bytes)
+    is_small = max(received_bytes) <= KEEP_AT_MOST * min(shard_bytes)
+    return any(received_bytes) and (is_small or problem.keep_received)
 
 
 @bounded

@@ -146,8 +146,9 @@ def moved_s(nbytes: float, cluster: Cluster) -> float:
 
 
 def packing_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
-    """Return the seconds of packing in a step, before its messages can be sent."""
-    return moved_s(sum(_packed(plan, pack) for pack in step.packs), cluster)
+    """Return the seconds of packing in a step, before its messages can be sent, and of copying what forward kept."""
+    kept = COPIED * plan.kept_bytes if plan.backward and step.number == plan.steps[0].number else 0
+    return moved_s(kept + sum(_packed(plan, pack) for pack in step.packs), cluster)
 
 
 def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
@@ -156,6 +157,8 @@ def step_s(plan: Plan, step: PlanStep, cluster: Cluster) -> float:
     zeroed = sum(size(zero.rows) for zero in step.zeros)
     moved: float = zeroed * record_bytes(problem, problem.accumulator_dtype, Kind.DKV)
     moved += sum(_packed(plan, pack) for pack in step.restores)
+    if not plan.backward and step.number == plan.steps[-1].number:
+        moved += COPIED * plan.kept_bytes
     seconds = 0.0
     for item in step.work:
         if isinstance(item, Add):
@@ -462,6 +465,15 @@ def machine_named(name: str, known: Collection[str], key: str) -> str:
 def _bare(name: str) -> str:
     """Return the letters and digits of a name in lower case."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def cluster_of(cluster: Cluster | str) -> Cluster:
+    """Return the cluster, which may be given by its name or file. Raises `InputError` if it is neither."""
+    if isinstance(cluster, str):
+        return cluster_named(cluster)
+    if not isinstance(cluster, Cluster):
+        raise InputError(f"cluster must be a Cluster, the name of a preset or a file, got {cluster!r}")
+    return cluster
 
 
 def cluster_named(name_or_file: str) -> Cluster:

@@ -66,9 +66,14 @@ class ComparedCall(NamedTuple):
         return anchor(self.graph, *inputs)
 
 
-def refuse_dtensors(tensors: Inputs) -> None:
-    """Raise `UnsupportedError` for a DTensor, whose shape is that of the tensors of all ranks."""
+def check_kinds(tensors: Inputs) -> None:
+    """Raise `InputError` for a sparse tensor, and `UnsupportedError` for a DTensor.
+
+    The shape of a DTensor is that of the tensors of all ranks.
+    """
     for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            raise InputError(f"{name} is {x.layout}; give {name}.to_dense()")
         if hasattr(x, "to_local"):  # does not import torch.distributed.tensor, which is slow
             raise UnsupportedError(
                 f"{name} is a {type(x).__name__}; give {name}.to_local(), this rank's tokens of this rank's heads. "

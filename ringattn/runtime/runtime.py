@@ -32,8 +32,8 @@ from ringattn.runtime.consistency import (
     ConsistencyCheck,
     GradientNeeds,
     Inputs,
+    check_kinds,
     gradient_needs,
-    refuse_dtensors,
 )
 from ringattn.runtime.executor import Arithmetic, Counters, Executor, profiler_of
 from ringattn.runtime.records import LocalTensors, Pool
@@ -63,6 +63,7 @@ class Runtime(ProcessBound):
         dkv_wire_dtype: str | None,
         kv_wire_dtype: str | None,
         out_wire_dtype: str | None,
+        keep_received: bool,
         poison: bool,
         cluster: Cluster | Literal["auto"] | None = None,
     ) -> None:
@@ -79,6 +80,7 @@ class Runtime(ProcessBound):
         self._if_dropped.atexit = False
         self.engine = engine
         self.dkv_wire_dtype, self.kv_wire_dtype, self.out_wire_dtype = dkv_wire_dtype, kv_wire_dtype, out_wire_dtype
+        self.keep_received = keep_received
         self.links = links_of(transport.locations) if transport.locations else None
         if cluster == "auto":
             cluster, self.cluster_from = recognise(self.locations, self.links, transport.name)
@@ -197,14 +199,14 @@ class Runtime(ProcessBound):
             The number of this call, and whether any rank needs gradients.
 
         Raises:
-            InputError: `describe` raised or an input is a DTensor, on any rank; every rank raises.
+            InputError: `describe` raised or an input is sparse or a DTensor, on any rank; every rank raises.
             DisagreementError: The ranks make different calls, or a rank cannot take part in the backward pass that
                 another rank needs.
             ClosedError: The ring was closed or has failed.
         """
         with self.refused_by_all():
             if isinstance(inputs, Mapping):
-                refuse_dtensors(inputs)
+                check_kinds(inputs)
             summary = describe()
             needs = gradient_needs(inputs) if isinstance(inputs, Mapping) else inputs
         return self.check_consistency(summary, needs=needs)

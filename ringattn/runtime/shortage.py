@@ -58,7 +58,7 @@ def advice(call: AttentionCall, rank: int, budget_bytes: int, machines: Cluster)
         return [*lines, "so gaps of the allocator or another process hold the rest; on a GPU, set "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", more_ranks]  # fmt: skip
     changed = call
-    for change in (_on_ring, _with_smaller_batch):
+    for change in (_keeping_nothing, _on_ring, _with_smaller_batch):
         if not fits(changed) and (change_made := change(changed, machines, fits)) is not None:
             name, candidate = change_made
             if call_bytes(candidate, rank) < call_bytes(changed, rank):
@@ -80,6 +80,15 @@ def advice(call: AttentionCall, rank: int, budget_bytes: int, machines: Cluster)
 
 Fits = Callable[[AttentionCall], bool]
 """Return whether a call fits into the memory."""
+
+
+def _keeping_nothing(call: AttentionCall, machines: Cluster, _: Fits) -> tuple[str, AttentionCall] | None:
+    """Return the call of a ring without `keep_received`; None if it already is."""
+    if not call.problem.keep_received:
+        return None
+    problem = replace(call.problem, keep_received=False)
+    route = choose_route(problem, call.route.text(problem), machines)
+    return "Ring(keep_received=False)", replace(call, problem=problem, route=route)
 
 
 def _on_ring(call: AttentionCall, machines: Cluster, _: Fits) -> tuple[str, AttentionCall] | None:

@@ -25,7 +25,7 @@ from ringattn.masks import Tree
 from ringattn.runtime.activation import attended, unseen
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import Runtime
-from ringattn.sequence import Sequence, dimension_of
+from ringattn.sequence import Sequence, check_device, dimension_of
 from ringattn.transport.base import Message, WorkHandle
 
 
@@ -38,6 +38,7 @@ def halo(ring: Runtime, x: Tensor, seq: Sequence, width: int, dim: int) -> tuple
         nonlocal axis, rows
         rows = whole_number(width, "halo: width must be a number of rows", 0)
         axis = dimension_of(x, dim, "halo")
+        check_device(ring, "x", x)
         if x.shape[axis] != seq.counts[ring.rank]:
             raise InputError(
                 f"halo: dimension {axis} of a tensor of shape {tuple(x.shape)} must have this rank's "
@@ -73,6 +74,8 @@ def start_scan(ring: Runtime, transitions: Tensor, states: Tensor, seq: Sequence
 
     def described() -> str:
         _check_order(seq)
+        check_device(ring, "states", states)
+        check_device(ring, "transitions", transitions)
         local = _plan_of_scan(ring, seq, reverse=False).local
         if states.dtype not in (torch.float32, torch.float64) or transitions.dtype != states.dtype:
             raise InputError(

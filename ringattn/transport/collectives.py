@@ -18,16 +18,20 @@ from ringattn.transport.base import Message, Transport
 LISTED = 64
 """The number of tensors listed in a summary; its digest covers all of them."""
 ARE_NONE = "None at "
+NOT_SUMMED = {torch.bool, torch.uint16, torch.uint32, torch.uint64}
+"""The dtypes of tensors that torch does not add, or whose sum is not a number."""
 
 
 def summary(entries: Sequence[torch.Tensor | None]) -> str:
     """Describe what must be equal on all ranks: the shape and dtype of each entry, and which entries are None.
 
-    Raises `InputError` for an entry that is neither a tensor nor None.
+    Raises `InputError` for an entry that is neither a tensor nor None, and for a tensor that cannot be overwritten.
     """
     for index, entry in enumerate(entries):
         if entry is not None and not isinstance(entry, torch.Tensor):
             raise InputError(f"tensors[{index}] is a {type(entry).__name__}; it must be a tensor")
+        if entry is not None and (obstacle := _obstacle(entry)):
+            raise InputError(f"tensors[{index}] {obstacle}")
     descriptions = ["None" if entry is None else f"{tuple(entry.shape)} {entry.dtype}" for entry in entries]
     missing = [f"tensors[{index}]" for index, entry in enumerate(entries) if entry is None]
     none = f", {ARE_NONE}{_listed(missing)}" if missing else ""
@@ -35,18 +39,37 @@ def summary(entries: Sequence[torch.Tensor | None]) -> str:
     return f"{_listed(descriptions)} ({len(entries)} tensors{none}) [{digest}]"
 
 
+def check_sums(entries: Sequence[torch.Tensor | None]) -> None:
+    """Raise `InputError` for a tensor whose dtype has no sum."""
+    for index, entry in enumerate(entries):
+        if entry is not None and entry.dtype in NOT_SUMMED:
+            raise InputError(f"tensors[{index}] is {entry.dtype}, which has no sum; convert it to int64 first")
+
+
+def _obstacle(tensor: torch.Tensor) -> str:
+    """Return the reason why the values of a tensor cannot be overwritten one by one, or ""."""
+    if hasattr(tensor, "to_local"):  # a DTensor
+        return f"is a {type(tensor).__name__}; give its to_local()"
+    if tensor.layout != torch.strided:
+        return f"is {tensor.layout}; give its to_dense()"
+    if tensor.is_meta:
+        return "is on the device meta, where tensors have no values"
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return f"has strides {tensor.stride()}, so elements share memory; give its clone()"
+    return ""
+
+
 def _listed(descriptions: list[str]) -> str:
     return ", ".join([*descriptions[:LISTED], *(["..."] if len(descriptions) > LISTED else [])])
 
 
 def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over the ranks, in place. Raises `InputError` for a bool tensor.
+    """Replace each tensor by its sum over the ranks, in place. Raises `InputError` for a dtype without a sum.
 
     The values are split into one piece per rank. Rank r receives the r-th piece of every rank, sums them in rank order,
     and sends the sum to all other ranks. Of P ranks, each sends 2 (P - 1) / P times the bytes of the tensors.
     """
-    if any(tensor.dtype == torch.bool for tensor in tensors):
-        raise InputError("all_reduce sums numbers; a bool has no sum, convert it to an integer first")
+    check_sums(tensors)
     if transport.world_size == 1:
         return
     for dtype, alike in _by_dtype(tensors):

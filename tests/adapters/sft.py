@@ -63,6 +63,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled": ("text", {"packing": True, "packing_strategy": "wrapped", **COMPILED}),
     "routed": ("text", {}),
     "routed, packed": ("text", {"packing": True, "average_tokens_across_devices": False}),
+    "divided": ("completions", {}),
+    "divided, packed": ("text", {"packing": True}),
+    "divided, LoRA, dft": ("text", {"loss_type": "dft", "gradient_checkpointing": True}),
+    "divided, smoothed": ("text", {"label_smoothing_factor": 0.1, "padding_free": True, "max_length": None}),
     "sharded": ("text", {"packing": True, "fsdp": True, "fsdp_config": SHARDED}),
 }
 """By name: the data, and the options of SFTConfig that differ from the usual ones."""
@@ -129,6 +133,8 @@ def trained(folder: str, case: str, ring: Ring | None) -> tuple[dict[str, Tensor
         arguments["peft_config"] = LoraConfig(**LORA)
     if arguments["args"].fsdp:
         as_on_accelerators()
+    if "divided" in case and ring is not None:  # the longest text has 40 tokens, and a batch up to 80
+        arguments["max_tokens_per_rank"] = 20
     trainer = SFTTrainer(**arguments) if ring is None else RingSFTTrainer(ring=ring, **arguments)
     trainer.train()
     if arguments["args"].fsdp:

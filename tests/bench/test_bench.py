@@ -643,6 +643,10 @@ def test_the_figures_of_a_batch() -> None:
     assert figures.rows == pytest.approx(sent / cuts[-1]) and figures.ours.received == sent * 2 * 128 * 2
     assert 0 < figures.ours.across < figures.ours.received
     assert figures.ours.total_ms > figures.one_gpu_ms > figures.bound_ms
+    # A rank can keep all that it receives.
+    received = documents_load(cuts, placed_at_once(causal_documents(cuts), cuts[-1], 4, 2)).received
+    assert figures.keeping.received == figures.ours.received
+    assert figures.keeping.kept >= max(received) * 2 * 128 * 2
 
 
 def test_static_groups_must_divide_the_ranks(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.core.areas import ACROSS, Areas, AreasOfPart, Load, Piece, Shards, areas_of, causal_pairs
+from ringattn import masks
+from ringattn.core.areas import ACROSS, Areas, AreasOfPart, Load, Piece, Shards, areas_of, causal_pairs, fewest_rows
 from ringattn.core.filling import Choice, place
 from ringattn.core.layout import causal_documents, make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.owners import Owners, Search
-from ringattn.core.placement import CHOICES, EVEN, FEW_ROWS, STARTING_CHOICES, placed, placed_at_once
+from ringattn.core.placement import CHOICES, EVEN, FEW_ROWS, STARTING_CHOICES, placed, placed_at_once, unevenness
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
 from ringattn.schedule.content import read_sets_of
@@ -264,6 +265,16 @@ def test_placed_by_node_few_rows_come_from_other_nodes(seed: int) -> None:
     assert across[1] < across[0] / 3, across
     load = load_of(bounds, by_node)
     assert max(load.pairs) <= EVEN**2 * sum(load.pairs) / 16
+
+
+def test_placed_at_once_branches_that_fill_several_ranks_stay_together() -> None:
+    """Two branches of nearly four ranks each. Placements without groups of ranks send 1.46 times the bound."""
+    parents = [-1, 0, 1, 2, 3, 4, 5, 2, 0, 0, 9, 10, 11, 11, 13, 14]
+    lengths = [4087, 8494, 776, 1105, 5012, 10850, 482, 468, 4684, 1401, 1752, 6956, 4614, 3676, 6736, 4443]
+    tokens = sum(lengths)
+    tree = make_mask(tokens, tokens, mask=masks.tree(parents, lengths))
+    load = areas_of(tree, tokens).load(placed_at_once(tree, tokens, 8))
+    assert sum(load.sent) <= 1.15 * fewest_rows(tree, tokens, 8, EVEN) and unevenness(load) <= EVEN
 
 
 def test_equal_documents_are_placed_equally() -> None:

@@ -46,7 +46,7 @@ def schedule(r: Random, ranks: int) -> str:
 def numbers(r: Random, kind: str) -> Case:
     """Draw the dtype, the engine and the options of the ring."""
     dtype = r.choice(["float64"] * 7 + ["float32"] * 3 + ["bfloat16", "float16"])
-    engine, ring = r.choice(ENGINES), {"poison": maybe(r, 0.8)}
+    engine, ring = r.choice(ENGINES), {"poison": maybe(r, 0.8), "keep_received": maybe(r, 0.3)}
     if kind == "triton":
         engine, dtype = "triton", r.choice(["float32", "float32", "float16"])  # the interpreter has no bfloat16
     if maybe(r, 0.1) and kind not in ("nan", "triton", "layers"):

@@ -32,7 +32,7 @@ from tests.transport.simulated.world import SimWorld
 TIMEOUT_S = 20.0
 START_S = 120.0
 """Time for processes to start on a busy machine."""
-OPTIONS = ("poison", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
+OPTIONS = ("poison", "keep_received", "dkv_wire_dtype", "kv_wire_dtype", "out_wire_dtype")
 
 Body = Callable[[ringattn.Ring, Case], Any]
 Outcomes = list[Any]

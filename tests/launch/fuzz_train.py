@@ -35,6 +35,7 @@ from ringattn.errors import InputError, NonFiniteError, RingError
 from ringattn.launch.train import checkpoints, loop, mesh
 from ringattn.launch.train.checkpoints import RUN, named
 from ringattn.launch.train.config import ModelConfig, TrainConfig, check_sizes
+from ringattn.launch.train.data import Draws
 from ringattn.testing import run_ranks
 
 # --- a case: a training run, how it is spread over ranks, and its fault ----------------------------------------------
@@ -146,7 +147,7 @@ def _spread(dice: random.Random, plain: TrainConfig, ranks: int) -> TrainConfig:
 # --- the faults: a stop at some call, a loss or gradient that is not finite, a full disk, a damaged file -------------
 
 TARGETS: dict[str, tuple[Any, str]] = {
-    "draw": (loop, "drawn"),
+    "draw": (Draws, "of_step"),
     "update": (loop, "update"),
     "save": (checkpoints.dcp, "save"),
     "write_run": (checkpoints, "write_run"),
@@ -173,7 +174,7 @@ def interrupt(target: str, count: int, act: Callable[[], None], after: bool = Fa
 
     def interrupted(*arguments: Any, **keywords: Any) -> Any:
         nonlocal calls
-        counts = target not in ("draw", "update") or not _warms_up(arguments)
+        counts = target != "update" or not _warms_up(arguments)
         if target == "rename":  # count only renames from the temporary to the final name of a checkpoint
             counts = arguments[0].name.endswith(".partial") and not arguments[0].name.startswith("result")
         calls += counts
@@ -190,7 +191,7 @@ def interrupt(target: str, count: int, act: Callable[[], None], after: bool = Fa
 
 
 def _warms_up(arguments: tuple[Any, ...]) -> bool:
-    """Return whether a call of `drawn` or `update` belongs to the warm-up, whose model has a `hidden_dim` of 16."""
+    """Return whether a call of `local_part` or `update` is of the warm-up, whose model has a `hidden_dim` of 16."""
     for argument in arguments:
         config = getattr(argument, "model", None) or getattr(argument, "config", None)
         if config is not None:
@@ -204,23 +205,24 @@ def spoiled(step: int, rank: int, value: float, what: str) -> Iterator[None]:
 
     If `what` is not "loss", multiply the gradient by `value` instead.
     """
-    drawn, local_part = loop.drawn, loop.local_part
+    of_step, local_part = Draws.of_step, loop.local_part
     steps: dict[int, int] = {}  # the current step of each rank
 
-    def note_step(ring: Any, replica: int, text: Any, number: int, config: Any) -> Any:
-        steps[ring.rank] = -1 if _warms_up((config,)) else number
-        return drawn(ring, replica, text, number, config)
+    def note_step(draws: Draws, number: int) -> Any:
+        parts = of_step(draws, number)
+        steps[parts[0].seq.ring.rank] = number
+        return parts
 
     def spoiled_part(seq: Any, *more: Any) -> Tensor:
         loss = local_part(seq, *more)
-        if steps[seq.ring.rank] != step or seq.ring.rank != rank:
+        if _warms_up(more) or steps[seq.ring.rank] != step or seq.ring.rank != rank:
             return loss
         if what == "loss":
             return torch.where(torch.ones_like(loss, dtype=torch.bool), loss + value, loss)
         loss.register_hook(lambda grad: grad * value)
         return loss * 1.0
 
-    with mock.patch.object(loop, "drawn", note_step), mock.patch.object(loop, "local_part", spoiled_part):
+    with mock.patch.object(Draws, "of_step", note_step), mock.patch.object(loop, "local_part", spoiled_part):
         yield
 
 
@@ -471,10 +473,10 @@ def _second_run(case: Case, whole: dict[str, Any], folder: Path) -> str:
     config, messages = replace(case.spread, out=str(folder)), []
 
     def start_second() -> None:
-        with mock.patch.object(loop, "drawn", drawn):
+        with mock.patch.object(Draws, "of_step", of_step):
             messages.append(str(_raises(InputError, lambda: train(replace(case.again, out=str(folder))))))
 
-    drawn = loop.drawn
+    of_step = Draws.of_step
     with interrupt("draw", case.dice.randint(1, case.plain.steps), start_second):
         _same(train(config), whole, REL, "the first run")
     if len(messages) != 1 or "another run is writing there, process " not in messages[0]:

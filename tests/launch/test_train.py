@@ -32,7 +32,7 @@ from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, dr
 from ringattn.launch.ranks import RanksError, agreed_ranks, threads_for
 from ringattn.launch.train import checkpoints, demo, loop, mesh, train
 from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.data import Documents, load
+from ringattn.launch.train.data import Documents, Draws, load
 from ringattn.launch.train.loop import TrainingProgress
 from ringattn.launch.train.mesh import PROCESS_KEYS, locked_folder
 from ringattn.launch.train.model import Transformer
@@ -363,10 +363,10 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_skipped_step_is_reported_and_changes_no_weight(spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = loop.drawn
+    of_step = Draws.of_step
     # Every step trains on the sequences of step 0. The step after a skipped step then has the loss that the skipped
     # step would have had.
-    monkeypatch.setattr(loop, "drawn", lambda ring, replica, text, step, config: drawn(ring, replica, text, 0, config))
+    monkeypatch.setattr(Draws, "of_step", lambda draws, step: of_step(draws, 0))
     undisturbed = run(SMALL, ranks=2)["losses"]
     spoil(2, rank=1)
     result = run(replace(SMALL, nonfinite="skip"), ranks=2)

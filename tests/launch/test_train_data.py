@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.errors import InputError
 from ringattn.launch.options import help_text
-from ringattn.launch.train import loop
+from ringattn.launch.train import data, loop
 from ringattn.launch.train.config import TrainConfig, doublings, load_train
 from ringattn.launch.train.data import BatchPart, Documents, drawn, load, load_documents, packed, shortened, windows
 from ringattn.testing import run_ranks
@@ -44,6 +45,24 @@ CURRICULUM: dict[str, Any] = {"tokens": 64, "curriculum_start_tokens": 16, "curr
 def test_any_mesh_trains_like_one_process(replicas: int, ranks: int, change: dict[str, Any]) -> None:
     config = replace(MESH, replicas=replicas, steps=4, **change)
     same(run(config, ranks), alone(config))
+
+
+def test_a_thread_draws_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread draws each step after the first once, and none after the last. Its errors are raised."""
+    drawings: list[tuple[int, bool]] = []
+
+    def noted(ring: Ring, replica: int, text: Documents, step: int, config: TrainConfig) -> list[BatchPart]:
+        drawings.append((step, current_thread().name == "ringattn-plan"))
+        if step == 3:
+            raise InputError("no fourth step")
+        return drawn(ring, replica, text, step, config)
+
+    monkeypatch.setattr(data, "drawn", noted)
+    run(replace(TINY, steps=3, **PACKED))
+    assert drawings == [(0, False), (1, True), (2, True)]
+    with pytest.raises(InputError, match="no fourth step"):
+        run(replace(TINY, steps=4, **PACKED))
+    assert drawings[-1] == (3, True)
 
 
 def test_packed_documents_do_not_attend_to_each_other() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringattn import Ring
 from ringattn.launch.train import loop, train
-from ringattn.launch.train.config import TrainConfig, from_spec
-from ringattn.launch.train.data import BatchPart, Documents, drawn, load
+from ringattn.launch.train.config import from_spec
+from ringattn.launch.train.data import BatchPart, Draws, drawn, load
 from ringattn.launch.train.mesh import opened_mesh, replica_of
 
 
@@ -43,16 +42,16 @@ def train_and_count(spec: dict[str, Any]) -> dict[str, Any]:
 
 def kill_once(step: int, rank: int) -> None:
     """Patch the trainer so that `rank` kills itself before step number `step`, once: not again after a restart."""
-    drawn = loop.drawn
+    of_step = Draws.of_step
 
-    def kill_or_draw(ring: Ring, replica: int, text: Documents, now: int, config: TrainConfig) -> list[BatchPart]:
-        died = Path(config.out) / "died"
+    def kill_or_draw(draws: Draws, now: int) -> list[BatchPart]:
+        died = Path(draws.config.out) / "died"
         if now == step and int(os.environ["RANK"]) == rank and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return drawn(ring, replica, text, now, config)
+        return of_step(draws, now)
 
-    loop.drawn = kill_or_draw
+    Draws.of_step = kill_or_draw  # type: ignore[method-assign]
 
 
 def train_and_die_once(spec: dict[str, Any]) -> dict[str, Any]:

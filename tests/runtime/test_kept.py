@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ringattn.core.problem import Problem
+from ringattn.errors import InputError
 from ringattn.planner import choose
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.ring import Ring
+from ringattn.runtime.executor import Executor
 from ringattn.schedule.ops import INPUTS, Kind
 from ringattn.schedule.passes import Prologue
 from ringattn.schedule.routes import Route, schedule_of
@@ -31,15 +34,6 @@ KEEPING = [
     for route in (ALL_GATHER, ULYSSES, NODE_GATHER)
 ]
 each_route = pytest.mark.parametrize("route", KEEPING)
-
-
-@pytest.fixture
-def always_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cache remote inputs of any size."""
-    monkeypatch.setattr(choose, "KEEP_AT_MOST", 100.0)
-    choose._chosen.cache_clear()
-    yield
-    choose._chosen.cache_clear()
 
 
 @pytest.fixture
@@ -78,23 +72,21 @@ def test_backward_plans_start_with_the_buffers_that_forward_caches(route: Route,
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
-@pytest.mark.usefixtures("always_cache")
 def test_cached_and_fetched_inputs_give_the_same_bits(
     schedule: str, wire: str | None, force_prologue: Callable[[Prologue], None]
 ) -> None:
     force_prologue("fetched")  # because split local work is summed in another order
     trial = Trial(causal=True, heads=(4, 2), lse=True)
-    kept = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
-    choose._chosen.cache_clear()
-    choose.KEEP_AT_MOST = 0.0
-    fetched = run(trial, 4, "zigzag", schedule, torch.float32, poison=True, kv_wire_dtype=wire)
+    kept, fetched = (
+        run(trial, 4, "zigzag", schedule, torch.float32, kv_wire_dtype=wire, keep_received=keep)
+        for keep in (True, False)
+    )
     assert all(torch.equal(kept[name], fetched[name]) for name in fetched)
     if wire is None:
         assert greatest_error(kept, reference(trial, torch.float32)) <= 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["all_gather", "all_to_all"])
-@pytest.mark.usefixtures("always_cache")
 def test_dilated_and_twice_through_one_graph(schedule: str) -> None:
     q, k, v, dout = random_inputs()
 
@@ -114,7 +106,7 @@ def test_dilated_and_twice_through_one_graph(schedule: str) -> None:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, _ = dilated_reference(*leaves, **MIXED)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    for results in run_ranks(3, body, engine="plain", poison=True)[0]:
+    for results in run_ranks(3, body, engine="plain", poison=True, keep_received=True)[0]:
         for ours, exact in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, exact, rtol=0, atol=1e-10)
 
@@ -128,7 +120,66 @@ def test_inputs_are_cached_if_they_are_small() -> None:
         assert forward.bytes_sent == forward.kept_bytes == 3072 * 12 * 2 * 64 * 2
         assert backward_plan.bytes_sent == 2 * forward.bytes_sent  # only dK and dV in float32
     assert choose_route(problem, "ring") == replace(RING, prologue="split")  # the ring overwrites received blocks
-    assert not choose_route(simple("contiguous", 64, 2).problem, "all_gather").keeps  # a whole shard
+    whole = simple("contiguous", 64, 2).problem
+    assert not choose_route(whole, "all_gather").keeps  # a whole shard
+    to_be_kept = replace(whole, keep_received=True)
+    assert [choose_route(to_be_kept, name).keeps for name in ("all_gather", "ulysses", "ring")] == [True, True, False]
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant checkpoint"])
+def test_a_checkpoint_keeps_received_rows_of_one_layer_at_a_time(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, run_pass, kept_by_rank = 3, Executor.run, dict[int, list[weakref.ref[torch.Tensor]]]()
+    most: dict[int, int] = {}
+
+    def alive(rank: int) -> int:
+        return sum(kept() is not None for kept in kept_by_rank.get(rank, ()))
+
+    def recorded(self: Executor, *arguments: Any) -> torch.Tensor | None:
+        kept = run_pass(self, *arguments)
+        if kept is not None:
+            rank = self.plan.rank
+            kept_by_rank.setdefault(rank, []).append(weakref.ref(kept))
+            most[rank] = max(most.get(rank, 0), alive(rank))
+        return kept
+
+    def body(ring: Ring) -> tuple[int, int]:
+        seq = ring.sequence(32)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return ring.attention(x, x, x, seq, causal=True, schedule="all_gather")
+
+        x = torch.ones(1, seq.layout.counts[ring.rank], 2, 8, requires_grad=True)
+        for _ in range(layers):
+            x = layer(x) if how == "plain" else checkpoint(layer, x, use_reentrant=how != "checkpoint")
+        after_forward = alive(ring.rank)
+        x.sum().backward()
+        return after_forward, most.get(ring.rank, 0)
+
+    monkeypatch.setattr(Executor, "run", recorded)
+    expected = (layers, layers) if how == "plain" else (0, 1)
+    assert run_ranks(2, body, keep_received=True) == [expected] * 2
+    most.clear()
+    assert run_ranks(2, body) == [(0, 0)] * 2
+
+
+def test_what_is_not_kept_is_received_again() -> None:
+    def body(ring: Ring) -> list[int]:
+        seq, sent = ring.sequence(64), []
+        q, k, v = (torch.ones(1, 32, 2, 8, requires_grad=True) for _ in range(3))
+        out = ring.attention(q, k, v, seq, schedule="all_gather")
+        for _ in range(2):
+            sent.append(ring.counters()["bytes_sent"])
+            out.sum().backward(retain_graph=True)
+        return [*sent, ring.counters()["bytes_sent"]]
+
+    shard = 2 * 32 * 2 * 8 * 4  # K and V; their gradients have the same size
+    assert run_ranks(2, body, keep_received=True) == [[shard, 2 * shard, 3 * shard]] * 2
+    assert run_ranks(2, body) == [[shard, 3 * shard, 5 * shard]] * 2
+
+
+def test_keep_received_is_a_boolean() -> None:
+    with pytest.raises(InputError, match="keep_received must be True or False, got 1"):
+        Ring(keep_received=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])

@@ -189,11 +189,12 @@ class Limited(StorageMeter):
 
 
 class Trial(NamedTuple):
-    """A call: its size and its schedule."""
+    """A call: its size and its schedule, and whether the ring keeps what it receives."""
 
     tokens: int = 600
     batch: int = 3
     schedule: str = "all_gather"
+    keep_received: bool = False
 
 
 def message_of(trial: Trial, limit_share: float | int, patch: pytest.MonkeyPatch) -> tuple[str, int]:
@@ -222,7 +223,7 @@ def message_of(trial: Trial, limit_share: float | int, patch: pytest.MonkeyPatch
             return "", limit_bytes
         return "", limit_bytes
 
-    return run_ranks(4, body)[1]
+    return run_ranks(4, body, keep_received=trial.keep_received)[1]
 
 
 def advised(message: str, pattern: str) -> int:
@@ -251,6 +252,13 @@ def test_a_call_that_follows_the_advice_fits(share: float, monkeypatch: pytest.M
         assert message_of(trial._replace(tokens=tokens + 8), limit_bytes, monkeypatch)[0]
         followed = trial._replace(schedule="ring", batch=advised(message, r"batch=(\d+) instead of 3"))
     assert message_of(followed, limit_bytes, monkeypatch)[0] == ""
+
+
+def test_keeping_nothing_is_advised_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(keep_received=True)
+    message, limit_bytes = message_of(trial, 0.97, monkeypatch)
+    assert re.search(r"- Ring\(keep_received=False\): takes [\d.]+ MiB, which fits\n  - 5\d\d instead of 600", message)
+    assert message_of(trial._replace(keep_received=False), limit_bytes, monkeypatch)[0] == ""
 
 
 def advice_of(ring: Ring, seq: Sequence, batch: int, schedule: str, budget_bytes: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -19,7 +18,6 @@ from ringattn.bench.placement import TREES, draw_tree
 from ringattn.core.layout import make_layout
 from ringattn.core.mask import make_mask
 from ringattn.core.problem import Problem
-from ringattn.planner import choose
 from ringattn.planner.choose import _received, plan_of
 from ringattn.planner.cluster import CLUSTERS, Links, numbered
 from ringattn.planner.plan import record_bytes
@@ -200,7 +198,7 @@ def drawn(r: Random) -> tuple[Trial, str, tuple[int, ...]]:
     return trial, "documents" if layout == "placed" else layout, numbered(map(str, of_ranks))
 
 
-def error_of(seed: int) -> float:
+def error_of(seed: int, keep_received: bool = False) -> float:
     """Return the largest error of a drawn call, on threads, compared with the dense oracle."""
     trial, layout, nodes = drawn(Random(seed))
     placed_for = "node_gather" if layout in ("documents", "mask") else None
@@ -208,6 +206,7 @@ def error_of(seed: int) -> float:
         parts = run_ranks(
             len(nodes), lambda ring: on_rank(ring, trial, layout, "node_gather", torch.float64, placed_for),
             engine="plain", cluster=CLUSTERS["cpu"].joined(Links(nodes)), timeout_s=30.0, poison=True,
+            keep_received=keep_received,
         )  # fmt: skip
     return greatest_error(joined(parts), reference(trial, torch.float64))
 
@@ -217,16 +216,7 @@ def test_drawn_calls_are_exact(seed: int) -> None:
     assert error_of(seed) <= 1e-10
 
 
-@pytest.fixture
-def keeps_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep all received K and V for backward, whatever their size."""
-    choose._chosen.cache_clear()
-    monkeypatch.setattr(choose, "KEEP_AT_MOST", 1e9)
-    yield
-    choose._chosen.cache_clear()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_drawn_calls_that_keep_all_rows_are_exact(seed: int, keeps_all: None) -> None:
-    assert error_of(seed) <= 1e-10
+def test_drawn_calls_that_keep_all_rows_are_exact(seed: int) -> None:
+    assert error_of(seed, keep_received=True) <= 1e-10

@@ -133,12 +133,42 @@ def test_a_pause_ends_when_the_word_changes_and_not_later_than_a_slice() -> None
     assert time.monotonic() - start < 1.5
 
 
+def test_a_rank_that_fails_after_an_all_gather_does_not_fail_it_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rank 1 rings rank 0, and before it rings rank 2, rank 0 completes the all-gather and reports a failure to rank 2.
+    ring, slow = SharedGroup.ring, False
+    failed, refused = threading.Event(), threading.Event()
+
+    def rings(group: SharedGroup, rank: int) -> None:
+        ring(group, rank)
+        if slow and (group.rank, rank) == (1, 0):
+            failed.wait(10.0)
+            refused.wait(0.5)
+
+    def body(group: SharedGroup) -> list[bytes]:
+        nonlocal slow
+        gathered(group)
+        slow = True
+        try:
+            return gathered(group, bytes([group.rank]))
+        except PeerLostError:
+            refused.set()
+            raise
+        finally:
+            if group.rank == 0:
+                group.fail(ValueError("after the all-gather"))
+                failed.set()
+
+    monkeypatch.setattr(SharedGroup, "ring", rings)
+    parts = [bytes([rank]) for rank in range(3)]
+    assert on_ranks(body) == dict.fromkeys(range(3), parts)
+
+
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
 def test_words_of_a_page_do_not_overlap() -> None:
     page = Page(Segment.create("page", Page.size(3)), range(3))
-    names = [(word, 0) for word in range(1, 5)] + [(word, rank) for word in range(5, 10) for rank in range(3)]
+    names = [(word, 0) for word in range(1, 6)] + [(word, rank) for word in range(6, 10) for rank in range(3)]
     for n, (word, rank) in enumerate(names):
         page.store(word, n + 1, rank)
     page.write_cause(7, "why" * 5000)
@@ -311,11 +341,8 @@ def test_a_page_of_another_version_is_refused_on_all_ranks(monkeypatch: pytest.M
 
 
 def test_all_ranks_report_the_first_cause_if_several_fail() -> None:
-    through = threading.Barrier(3)  # no rank fails while another is still in this all-gather
-
     def body(group: SharedGroup) -> str:
         gathered(group)
-        through.wait(10.0)
         if group.rank == 1:
             group.fail(ValueError("first"))
             group.fail(KeyError("of the same rank"))
@@ -346,16 +373,15 @@ def test_the_earlier_of_two_independent_causes_is_reported() -> None:
 
 
 def test_a_disagreement_is_raised_as_such_on_all_ranks() -> None:
-    through = threading.Barrier(3)  # no rank fails while another is still in this all-gather
+    over = threading.Barrier(3)
 
     def body(group: SharedGroup) -> type:
         gathered(group)
-        through.wait(10.0)
         if group.rank == 0:
             group.fail(DisagreementError("two ends differ"))
         with pytest.raises(RingError, match="two ends differ") as caught:
             gather_until_failure(group)
-        through.wait(10.0)  # no rank closes before all have seen the failure
+        over.wait(10.0)  # no rank closes before all have seen the failure
         return caught.type
 
     assert set(on_ranks(body).values()) == {DisagreementError}

@@ -8,7 +8,7 @@ text once, or twice at the end of the last group of batches. Loaders and data fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
@@ -39,6 +39,30 @@ class RoundRobin(BatchSampler):
             count += 1
         if 0 < count % self.rings <= self.ring_index:
             yield batch
+
+
+class NewestBatch:
+    """A function that collates samples like `collate`, and keeps the batch that it returned last."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate, self.batch = collate, None
+
+    def __call__(self, samples: Any) -> Any:
+        self.batch = self.collate(samples)
+        return self.batch
+
+
+def keep_newest(loader: Any) -> NewestBatch | None:
+    """Let accelerate's loader keep its newest batch. Return its collate function, or None if other processes collate.
+
+    accelerate reads a batch before it returns the one before, because it has to know the last batch of an epoch. So
+    while a batch is in use, the next one is the newest. The order of reads does not change.
+    """
+    base = getattr(loader, "base_dataloader", None)
+    if base is None or base.num_workers:
+        return None
+    base.collate_fn = NewestBatch(base.collate_fn)
+    return base.collate_fn
 
 
 def is_stream(data: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.adapters.hosts import check_alike
 from ringattn.adapters.transformers.batches import check_shapes, documents_of, refuse_first_labels
-from ringattn.batch import token_pairs
+from ringattn.batch import MicroBatch, token_pairs
 from ringattn.errors import InputError
 from ringattn.planner.cluster import Cluster
 from ringattn.ring import Ring
@@ -50,6 +50,14 @@ def micro_batches(
     other inputs and for a sample that exceeds the limit, and `DisagreementError` if the batches of the ranks differ.
     """
     check_alike(ring, batch, "every rank of a ring must read the same examples")
+    divided, spans = divide(ring, batch, max_tokens_per_rank, pairs_of_token)
+    return [packed(batch, [spans[sample] for sample in micro.samples]) for micro in divided]
+
+
+def divide(
+    ring: Ring, batch: Mapping[str, Any], max_tokens_per_rank: int, pairs_of_token: float
+) -> tuple[tuple[MicroBatch, ...], list[Span]]:
+    """Return the micro-batches of a batch, and its samples. Local. Raises `InputError` as `micro_batches`."""
     unknown = {name for name in batch if batch[name] is not None} - {*PACKED, *DESCRIPTIONS}
     if unknown or "input_ids" not in batch:
         raise InputError(
@@ -58,8 +66,7 @@ def micro_batches(
         )
     spans = samples_of(batch)
     lengths = [span.stop - span.start for span in spans]
-    divided = ring.batch(lengths, max_tokens_per_rank=max_tokens_per_rank, token_pairs=pairs_of_token)
-    return [packed(batch, [spans[sample] for sample in micro.samples]) for micro in divided]
+    return ring.batch(lengths, max_tokens_per_rank=max_tokens_per_rank, token_pairs=pairs_of_token), spans
 
 
 def samples_of(batch: Mapping[str, Any]) -> list[Span]:

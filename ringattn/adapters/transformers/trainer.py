@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import cache, partial
@@ -26,12 +27,14 @@ from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.groups import ring_of_ranks
 from ringattn.adapters.host_versions import ABSENT, Host, source_digest
 from ringattn.adapters.transformers import prepare, prepared_models
-from ringattn.adapters.transformers.batches import WholeOutput, shard_batch, whole_calls
+from ringattn.adapters.transformers.batches import WholeOutput, documents_of, shard_batch, whole_calls
 from ringattn.adapters.transformers.calls import adds_router_loss, check_router_loss, is_wrapped
 from ringattn.adapters.transformers.checks import base_of
 from ringattn.adapters.transformers.encoder_decoder import encoder_of, has_one_configuration
 from ringattn.adapters.transformers.host_masks import HOST as MODELS
 from ringattn.adapters.transformers.loaders import (
+    NewestBatch,
+    keep_newest,
     refuse_data,
     refuse_lone_processes,
     refuse_split_batches,
@@ -39,8 +42,10 @@ from ringattn.adapters.transformers.loaders import (
     share_training,
 )
 from ringattn.adapters.transformers.memory import refuse_logits
-from ringattn.adapters.transformers.micro_batches import micro_batches, pairs_per_token
+from ringattn.adapters.transformers.micro_batches import divide, micro_batches, pairs_per_token
+from ringattn.adapters.transformers.positions import computes_positions
 from ringattn.adapters.transformers.token_labels import LOSSES, loss_name, scaled_means, shifts_labels
+from ringattn.batch import MicroBatch
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -212,6 +217,88 @@ class RingTrainerMixin:
         """Prepare the models that a step calls, again if a patch has replaced their forward since."""
         prepare(self.model)  # type: ignore[attr-defined]
 
+    _newest: NewestBatch | None = None
+    """The collate function of the training loader, if it runs in this process."""
+    _upcoming: Iterator[Any] = iter(())
+    """The batches after the current one that have been read."""
+    _next: Any = None
+    """The batch that is planned when the forward pass of the current one has ended."""
+    _planned: Future[Any] | None = None
+    """The result of the thread that plans a batch."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train like Trainer. No thread of this method outlives it.
+
+        Args:
+            args: As in Trainer.
+            kwargs: As in Trainer.
+
+        Returns:
+            Trainer's TrainOutput.
+
+        Raises:
+            UnsupportedError: See `RingTrainerMixin`.
+            InputError: See `training_step`.
+        """
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._await_plans()
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Return the batches of an update and the number of their labels, like Trainer.
+
+        Args:
+            args: As in Trainer.
+            kwargs: As in Trainer.
+
+        Returns:
+            The batches and the number.
+
+        Raises:
+            Nothing.
+        """
+        samples, labels = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        first_of_next_update = None if self._newest is None else self._newest.batch
+        self._upcoming = iter([*samples[1:], first_of_next_update])
+        return samples, labels
+
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        """Return Trainer's context of the loss. At its end, a thread begins to plan the next batch of training.
+
+        Backward's kernels hide the thread's work. Before the first layer, the thread would delay that layer.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ClosedError: The ring was closed or has failed.
+        """
+        with super().compute_loss_context_manager():  # type: ignore[misc]
+            yield
+        batch, self._next = self._next, None
+        base = base_of(self.model)  # type: ignore[attr-defined]
+        # The positions of some models are computed by running a copy of them, which is not done in a thread.
+        # `plan_ahead` plans no calls with two sequences, as those of an encoder-decoder. The losses of TRL's trainers
+        # other than SFTTrainer call the model with other batches than those of the loader.
+        if batch is None or self.supported_trl or encoder_of(base) is not None or computes_positions(base):
+            return
+        self._planned = self.ring.plan_ahead(partial(self._sequences, batch))
+
+    def _sequences(self, batch: Mapping[str, Any]) -> Sequence | tuple[MicroBatch, ...]:
+        """Return what the step of a batch will place. Local. Raises what that step will raise on all ranks."""
+        if self.max_tokens_per_rank is not None:
+            return divide(self.ring, batch, self.max_tokens_per_rank, self._pairs_per_token)[0]
+        tokens = batch["inputs_embeds" if "input_ids" not in batch else "input_ids"].shape[1]
+        return self.ring.sequence(tokens, cu_seqlens=documents_of(batch), layout=self.layout)
+
+    def _await_plans(self) -> None:
+        """Wait until the next batch is planned. A failure is left to the step of that batch, which plans it again."""
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            planned.exception()
+
     def training_step(self, model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of a batch, and add its gradients. With `max_tokens_per_rank`, in micro-batches.
 
@@ -227,11 +314,13 @@ class RingTrainerMixin:
         Raises:
             InputError: The batch cannot be sharded, see `shard_batch`, or a sample exceeds `max_tokens_per_rank`.
         """
+        self._await_plans()
+        self._next = next(self._upcoming, None)
         if self.max_tokens_per_rank is None:
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         host: Any = self
-        pairs = pairs_per_token(base_of(host.model), self.ring.machines)
-        parts = micro_batches(self.ring, inputs, self.max_tokens_per_rank, pairs)
+        self._pairs_per_token = pairs_per_token(base_of(host.model), self.ring.machines)
+        parts = micro_batches(self.ring, inputs, self.max_tokens_per_rank, self._pairs_per_token)
         losses, layout = [], self.layout
         self.layout = "documents"
         try:
@@ -242,7 +331,11 @@ class RingTrainerMixin:
                     losses.append(super().training_step(model, part, *args, **kwargs))  # type: ignore[misc]
         finally:
             self.layout = layout
+        self._merge_metrics(parts)
         return torch.stack(losses).sum()
+
+    def _merge_metrics(self, parts: list[dict[str, Tensor]]) -> None:
+        """Replace the metrics of a batch's micro-batches, `parts`, by those of the batch. Trainer has none."""
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Return a prepared model from `model_init`, because `train` creates a new model.
@@ -331,6 +424,7 @@ class RingTrainerMixin:
         """
         refuse_data(self.train_dataset, self.accelerator)  # type: ignore[attr-defined]
         loader = super().get_train_dataloader(*args, **kwargs)  # type: ignore[misc]
+        self._newest = keep_newest(loader)
         return share_training(loader, *self._rings())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -884,14 +978,17 @@ def refuse_division(host: Any) -> None:
         reason = f"there are {rings} rings, whose micro-batches would differ in number; pass a ring of all processes"
     elif host.layout not in ("auto", "documents"):
         reason = f"places samples by layout='documents', but layout={host.layout!r} was passed; leave layout out"
-    elif host.loss_of_shards or has_custom_loss(host):
+    elif has_custom_loss(host):
         reason = "the loss is not that of Trainer, and may not be a sum over samples; leave the loss or the limit out"
     elif encoder_of(base) is not None or not shifts_labels(base):
         reason = f"{type(base).__name__} is not a causal language model; leave it out"
     elif not host.model_accepts_loss_kwargs:
         reason = "the loss is the mean over each batch, because model_accepts_loss_kwargs is False; leave it out"
     elif adds_router_loss(base, {}):
-        reason = "a router loss is that of a whole batch; set output_router_logits=False, or leave the limit out"
+        reason = (
+            "a router loss is that of a whole batch; set output_router_logits=False, of SFTConfig "
+            "router_aux_loss_coef=0, or leave the limit out"
+        )
     elif host.accelerator.state.deepspeed_plugin is not None:
         reason = "DeepSpeed steps once per call of backward; leave it out, and use smaller batches"
     if reason:

@@ -260,7 +260,7 @@ class SharedGroup:
         self.gone: set[int] = set()
         """Ranks whose process ended without closing the ring."""
         self._service = service
-        self._word_indices = [self.own_page.index(word, self.rank) for word in range(GATHERED + 1)]
+        self._word_indices = [self.own_page.index(word, self.rank) for word in range(CLOSED + 1)]
         self._alarm, self._bell = self.own_page.index(ALARM), self.own_page.index(BELL)
         self._rings = itertools.count(1)
         self._turn = 0
@@ -450,16 +450,22 @@ class SharedGroup:
         self._turn += 1
         turn, peers = self._turn, [rank for rank in self.ranks if rank != self.rank]
         self.own_page.write_part(turn, part)
+        # All ranks read this one word: whoever sees the failure of a rank also sees every part that this rank has seen.
+        self.own_page.store(GATHERED, turn)
         for rank in peers:
-            self.tell(rank, GATHERED, turn)
+            self.ring(rank)
 
         def missing() -> list[int]:
-            return [rank for rank in peers if self.own_page.load(GATHERED, rank) < turn]
+            return [rank for rank in peers if self.pages[rank].load(GATHERED) < turn]
 
         def ready() -> bool:
-            # Check before `progress`, which may raise: a rank that fails after all parts arrived changes nothing.
-            if missing():
-                progress()
+            try:
+                if missing():
+                    progress()
+            except (TransportError, DisagreementError):
+                # A rank that fails after all parts have been published changes nothing.
+                if missing():
+                    raise
             return not missing()
 
         self.hold(ready, missing, what, until)

@@ -222,15 +222,15 @@ def pause(words: Words, index: int, address: int, seen: int, until: float) -> No
 
 
 LINE_BYTES = 128  # two cache lines, because processors prefetch them in pairs
-MAGIC, VERSION = 0x676E69722D6E7461, 2
+MAGIC, VERSION = 0x676E69722D6E7461, 3
 HEADER = struct.Struct("<QQQQQQQ16s")  # magic, version, rank, world size, uid, pid, inode of the pid namespace; nonce
 
 # Words that a page has once. The page's rank writes them; other ranks also write BELL and ALARM.
-BEAT, BELL, ALARM, FREED = range(1, 5)
-SINGLE_WORDS = 5  # includes the line of the header
+BEAT, BELL, ALARM, FREED, GATHERED = range(1, 6)
+SINGLE_WORDS = 6  # includes the line of the header
 # Words that a page has once for each rank, which writes its own.
-ARRIVAL, CREDIT, POISON, CLOSED, GATHERED = range(5, 10)
-RANK_WORDS = 5
+ARRIVAL, CREDIT, POISON, CLOSED = range(6, 10)
+RANK_WORDS = 4
 
 STATUS_BYTES = 1024
 CAUSE_BYTES = 8192
