@@ -32,6 +32,7 @@ from ringattn.launch.capacity.model_shapes import ModelShape, Share, in_flight, 
 from ringattn.launch.capacity.stacks import KERNELS, NAMES, STACKS, Stack
 from ringattn.launch.options import MOST, check_limits, option
 from ringattn.launch.train.config import PROJECTION_ROWS
+from ringattn.layers import PREFETCH_BYTES
 from ringattn.planner.choose import choose_route, plan_of
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -796,8 +797,11 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         "framework": float(run.framework_bytes),
         "slots": slots.arena,
     }
-    # If layer inputs are in host memory, one of them is also on the device: the one that is used or copied.
+    # If layer inputs are in host memory, the one that is used or copied is also on the device. While it is used in
+    # backward, the input of the layer before it is copied back, unless it is large. The limit is then counted instead,
+    # so that a longer sequence never needs less memory.
     copied = run.kept_tokens * stored(shape, numbers, run.recompute).host.total
+    prefetched = min(copied, PREFETCH_BYTES) if share.layers > 1 or flying.first > 1 else 0.0
     between = {**common, "slots": slots.arena + share.layers * slots.kept}
     if not run.transients:
         kept = first + copied + head_bytes(run)
@@ -807,7 +811,9 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
         "loss": Breakdown(
             **between, gradients=early, activations=final + copied + head_bytes(run), live_layer=passing, logits=logits
         ),
-        "last layer": Breakdown(**between, gradients=head, activations=first + copied, live_layer=live, attention=sums),
+        "last layer": Breakdown(
+            **between, gradients=head, activations=first + copied + prefetched, live_layer=live, attention=sums
+        ),
         "first layer": Breakdown(
             **common, gradients=all_but_first,
             activations=copied + (single / share.layers if flying.first == 1 else first),

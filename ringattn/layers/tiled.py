@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ringattn.engine.base import accumulator_dtype
 from ringattn.errors import InputError
 from ringattn.gradients import once_differentiable
+from ringattn.layers import PREFETCH_BYTES
 
 Function = Callable[..., Tensor]
 
@@ -202,11 +204,13 @@ def added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 # --- inputs of checkpoints on the host -------------------------------------------------------------------------------
 # A checkpoint keeps the input of a layer until backward. Saved-tensor hooks around a checkpoint see only its inputs,
-# because the checkpoint's inner hooks discard the tensors that the layer saves. Copies to the host run on a separate
-# stream, in parallel to the next layer.
+# because the checkpoint's inner hooks discard the tensors that the layer saves. Copies run on a separate stream: to the
+# host in parallel to the next layer, and back in parallel to the backward of the next layer.
+#       forward    layer 0     layer 1     layer 2       backward   layer 2     layer 1     layer 0
+#       copies     input 0 ->  input 1 ->  input 2 ->    <- input 2 <- input 1  <- input 0
 
 
-class Waiting(NamedTuple):
+class HostCopy(NamedTuple):
     """A tensor in host memory, its original device, and the event that marks the end of the copy."""
 
     host: Tensor
@@ -214,6 +218,49 @@ class Waiting(NamedTuple):
     arrived: torch.cuda.Event | None
 
 
+class DeviceCopy(NamedTuple):
+    """A tensor on its original device again, and the event that marks the end of the copy."""
+
+    tensor: Tensor
+    arrived: torch.cuda.Event | None
+
+
+class Offloaded:
+    """A tensor in host memory. The use of a tensor starts the copy of the one that was offloaded before it.
+
+    Tensors of more than `PREFETCH_BYTES` are copied when they are used.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """Copy `x` to host memory."""
+        self._is_small = x.nbytes <= PREFETCH_BYTES
+        self._host = to_host(x)
+        self._fetched: DeviceCopy | None = None
+        # Weak, because the graph of the tensor before may have been freed without a backward pass.
+        self._before = _latest.get(x.device)
+        _latest[x.device] = ref(self)
+
+    def fetch(self) -> None:
+        """Start the copy back to the device, unless it has started already."""
+        if self._fetched is None:
+            self._fetched = from_host(self._host)
+
+    def tensor(self) -> Tensor:
+        """Return the tensor on its device, in the order of the current stream."""
+        self.fetch()
+        fetched, self._fetched = self._fetched, None  # a second backward pass of the same graph copies again
+        before = self._before() if self._before is not None else None
+        if before is not None and before._is_small:
+            before.fetch()
+        assert fetched is not None
+        if fetched.arrived is not None:
+            stream = torch.cuda.current_stream(fetched.tensor.device)
+            fetched.arrived.wait(stream)
+            fetched.tensor.record_stream(stream)  # its memory belongs to the stream of the copies
+        return fetched.tensor
+
+
+_latest: dict[torch.device, ref[Offloaded]] = {}
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -221,9 +268,10 @@ def inputs_on_host() -> saved_tensors_hooks:
     """Return a context in which floating-point tensors that autograd saves move to host memory.
 
     Parameters and tensors of one dimension stay. For CUDA tensors, the host memory is pinned. Use the context around
-    the call of a checkpoint: `with inputs_on_host(): checkpoint(layer, x)`.
+    the call of a checkpoint: `with inputs_on_host(): checkpoint(layer, x)`. In backward, two inputs of up to
+    `PREFETCH_BYTES` are on the device at the same time.
     """
-    return saved_tensors_hooks(_pack, lambda saved: saved if isinstance(saved, Tensor) else from_host(saved))
+    return saved_tensors_hooks(_pack, lambda saved: saved if isinstance(saved, Tensor) else saved.tensor())
 
 
 def check_device(device: torch.device | str, option: str) -> None:
@@ -234,31 +282,37 @@ def check_device(device: torch.device | str, option: str) -> None:
         )
 
 
-def _pack(x: Tensor) -> Tensor | Waiting:
+def _pack(x: Tensor) -> Tensor | Offloaded:
     # Numbers, masks and positions stay, because all layers share them, and each layer would copy them again.
-    return to_host(x) if x.is_floating_point() and x.dim() >= 2 and not isinstance(x, torch.nn.Parameter) else x
+    return Offloaded(x) if x.is_floating_point() and x.dim() >= 2 and not isinstance(x, torch.nn.Parameter) else x
 
 
-def to_host(x: Tensor) -> Waiting:
+def to_host(x: Tensor) -> HostCopy:
     """Copy `x` to host memory, without blocking the device."""
     x = x.detach()
     if not x.is_cuda:
-        return Waiting(x.to("cpu", copy=True), x.device, None)
+        return HostCopy(x.to("cpu", copy=True), x.device, None)
     host = torch.empty_like(x, device="cpu", pin_memory=True)
-    if x.device not in _streams:
-        _streams[x.device] = torch.cuda.Stream(x.device)
-    stream = _streams[x.device]
+    stream = _stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
         host.copy_(x, non_blocking=True)
         x.record_stream(stream)  # keeps x's memory from being reused before the copy is done
-        arrived = torch.cuda.Event()
-        arrived.record(stream)
-    return Waiting(host, x.device, arrived)
+        return HostCopy(host, x.device, stream.record_event())
 
 
-def from_host(waiting: Waiting) -> Tensor:
-    """Copy the tensor back to its device."""
-    if waiting.arrived is not None:
-        waiting.arrived.wait(torch.cuda.current_stream(waiting.device))
-    return waiting.host.to(waiting.device, non_blocking=True)
+def from_host(copy: HostCopy) -> DeviceCopy:
+    """Copy the tensor back to its device, without blocking the device."""
+    if copy.arrived is None:
+        return DeviceCopy(copy.host.to(copy.device), None)
+    stream = _stream(copy.device)
+    copy.arrived.wait(stream)
+    with torch.cuda.stream(stream):
+        return DeviceCopy(copy.host.to(copy.device, non_blocking=True), stream.record_event())
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device's copies."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

@@ -37,7 +37,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return x.detach().numpy().copy()
 
     monkeypatch.setattr(tiled, "to_host", to_host)
-    monkeypatch.setattr(tiled, "from_host", torch.from_numpy)
+    monkeypatch.setattr(tiled, "from_host", lambda array: tiled.DeviceCopy(torch.from_numpy(array), None))
     monkeypatch.setattr("ringattn.adapters.transformers.memory.check_device", lambda device, option: None)
     return moved
 

@@ -7,6 +7,7 @@ even on one rank. So the gradients show whether the adapter found the sequence.
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ringattn import Ring
 from ringattn.adapters.attend import attend
 from ringattn.adapters.context import recompute_context, sequence_of
 from ringattn.adapters.torch_ops import ring_attention
+from ringattn.layers import tiled
 from ringattn.testing import dense_attention
 
 pytestmark = pytest.mark.gpu
@@ -87,3 +89,23 @@ def test_compiled_attention_equals_eager_attention(backend: str, dtype: torch.dt
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for eager, compiled in zip(*results, strict=True):
         assert (eager - compiled).norm() <= bound * eager.norm()
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+def test_inputs_on_the_host_return_unchanged(prefetches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not prefetches:
+        monkeypatch.setattr(tiled, "PREFETCH_BYTES", 0)
+    layers = nn.ModuleList(nn.Linear(512, 512, device="cuda") for _ in range(12))
+    x = torch.randn(16384, 512, device="cuda", requires_grad=True)
+
+    def gradients(on_host: bool) -> list[Tensor]:
+        h = x
+        for layer in layers:
+            with tiled.inputs_on_host() if on_host else nullcontext():
+                h = checkpoint(layer, h.sin(), use_reentrant=False)
+        return list(torch.autograd.grad(h.square().sum(), [x, *layers.parameters()]))
+
+    expected = gradients(on_host=False)
+    # Several passes, so that memory is used again while copies run.
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(on_host=True), expected))

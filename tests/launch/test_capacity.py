@@ -309,7 +309,7 @@ def predicted_bytes(config: TrainConfig) -> float:
 def test_predicted_peaks_match_measured_peaks(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # Offload to numpy arrays, which the meter does not count. They stand for a GPU's host memory.
     monkeypatch.setattr(tiled, "to_host", lambda x: x.detach().numpy().copy())
-    monkeypatch.setattr(tiled, "from_host", lambda array: torch.from_numpy(array).clone())
+    monkeypatch.setattr(tiled, "from_host", lambda array: tiled.DeviceCopy(torch.from_numpy(array).clone(), None))
     config = replace(BIG, **change)
     assert measured_peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringattn.bench.storage_meter import StorageMeter
-from ringattn.layers.tiled import Tiling, tiled
+from ringattn.layers import tiled as offload
+from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
 
 
 class FeedForward(nn.Module):
@@ -141,3 +143,81 @@ def test_a_weight_changed_meanwhile_is_an_error() -> None:
         part.up.weight.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         out.sum().backward()
+
+
+# --- inputs on the host ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which copies add "to N" and "from N", where N is the first number of the tensor."""
+    events: list[str] = []
+    to_host, from_host = offload.to_host, offload.from_host
+
+    def logged_to(x: Tensor) -> offload.HostCopy:
+        events.append(f"to {x.flatten()[0].item():g}")
+        return to_host(x)
+
+    def logged_from(copied: offload.HostCopy) -> offload.DeviceCopy:
+        events.append(f"from {copied.host.flatten()[0].item():g}")
+        return from_host(copied)
+
+    monkeypatch.setattr(offload, "to_host", logged_to)
+    monkeypatch.setattr(offload, "from_host", logged_from)
+    monkeypatch.setattr(offload, "_latest", {})
+    return events
+
+
+def chain_of_three(first: int, events: list[str]) -> Tensor:
+    """Return the output of three layers that square their input, each with its input on the host."""
+
+    def layer(x: Tensor) -> Tensor:
+        events.append(f"run {x.flatten()[0].item():g}")
+        return x * x
+
+    x = torch.full((2, 2), float(first), requires_grad=True)
+    for _ in range(3):
+        with inputs_on_host():
+            x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def test_an_input_is_copied_back_while_the_next_layer_runs_backward(copies: list[str]) -> None:
+    out = chain_of_three(2, copies)
+    assert copies == ["to 2", "run 2", "to 4", "run 4", "to 16", "run 16"]
+    copies.clear()
+    out.sum().backward(retain_graph=True)
+    assert copies == ["from 16", "from 4", "run 16", "from 2", "run 4", "run 2"]
+    copies.clear()
+    out.sum().backward()  # a second pass copies all of them again
+    assert copies == ["from 16", "from 4", "run 16", "from 2", "run 4", "run 2"]
+
+
+def test_inputs_of_a_graph_without_a_backward_pass_are_not_copied_back(copies: list[str]) -> None:
+    dropped = chain_of_three(2, copies)
+    kept = chain_of_three(3, copies)
+    del dropped
+    gc.collect()
+    copies.clear()
+    kept.sum().backward()
+    assert [event for event in copies if event.startswith("from")] == ["from 81", "from 9", "from 3"]
+
+
+def test_graphs_of_two_micro_batches_copy_each_input_once(copies: list[str]) -> None:
+    first, second = chain_of_three(2, copies), chain_of_three(3, copies)
+    copies.clear()
+    second.sum().backward()
+    first.sum().backward()
+    assert sorted(event for event in copies if event.startswith("from")) == sorted(
+        f"from {number}" for number in (81, 9, 3, 16, 4, 2)
+    )
+
+
+def test_a_large_input_is_copied_back_when_it_is_used(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = chain_of_three(2, copies)
+    monkeypatch.setattr(offload, "PREFETCH_BYTES", 15)  # an input has 16 bytes
+    large = chain_of_three(3, copies)
+    copies.clear()
+    (out + large).sum().backward()
+    of_large = [event for event in copies if event[-1] in "139"]
+    assert of_large == ["from 81", "run 81", "from 9", "run 9", "from 3", "run 3"]
