@@ -28,7 +28,7 @@ from ringattn.runtime.consistency import GradientNeeds, Inputs, anchor
 from ringattn.runtime.executor import BackwardArithmetic, ForwardArithmetic
 from ringattn.runtime.records import LocalTensors
 from ringattn.runtime.runtime import Runtime
-from ringattn.sequence import Sequence, check_device
+from ringattn.sequence import Sequence, check_device, check_sequences
 
 
 def attend(
@@ -429,14 +429,6 @@ def _sinks_grad(sinks: Tensor, inputs: BackwardInputs) -> Tensor:
     """Return this rank's part of the gradient of the sinks, (heads,): -sum(weight of the sink * delta)."""
     weight = torch.exp(sinks.detach().to(inputs.lse.dtype)[None, :, None] - inputs.lse)
     return -(torch.where(inputs.lse.isinf(), 0.0, weight) * inputs.delta).sum((0, 2)).to(sinks.dtype)
-
-
-def check_sequences(ring: Runtime, seq: Sequence, kv_seq: Sequence | None) -> None:
-    """Raise `InputError` unless this ring made both sequences. `kv_seq` None: there is only `seq`."""
-    for name, value in (("seq", seq), ("kv_seq", seq if kv_seq is None else kv_seq)):
-        if not isinstance(value, Sequence) or value.ring is not ring:
-            got = "a sequence of another ring" if isinstance(value, Sequence) else type(value).__name__
-            raise InputError(f"rank {ring.rank}: {name} must come from this ring's own ring.sequence(...), got {got}")
 
 
 def check_tensors(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ringattn.attention import check_distances, check_sequences, make_problem, softmax_of
+from ringattn.attention import check_distances, make_problem, softmax_of
 from ringattn.core.dilation import Dilated
 from ringattn.core.fragments import fragments_of
 from ringattn.core.geometry import StridedRange
@@ -37,7 +37,7 @@ from ringattn.runtime.states import nodes_of
 from ringattn.schedule.ops import Kind, Schedule
 from ringattn.schedule.routes import route_named
 from ringattn.schedule.text import aligned, grid, idle_steps
-from ringattn.sequence import Sequence
+from ringattn.sequence import Sequence, check_sequences
 from ringattn.transport.nodes import NodesTransport
 
 SHOWN_IN_FULL, SHOWN_OF_MANY = 16, 4

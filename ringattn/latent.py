@@ -12,7 +12,6 @@ from ringattn.attention import (
     agreed,
     attend,
     backward_pass,
-    check_sequences,
     check_sinks,
     dropout_seed_of,
     forward_pass,
@@ -30,7 +29,7 @@ from ringattn.runtime.activation import unseen
 from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.consistency import anchor, check_kinds
 from ringattn.runtime.runtime import Runtime
-from ringattn.sequence import Sequence
+from ringattn.sequence import Sequence, check_device, check_sequences
 
 Wire = Literal["auto", "latents", "keys"]
 
@@ -80,6 +79,7 @@ def _check(ring: Runtime, tensors: dict[str, Tensor], seq: Sequence, sinks: Tens
     q, rotary, latents, _, w_v = tensors.values()
     for name, dims in (("q", 4), ("rotary", 3), ("latents", 3), ("w_k", 3), ("w_v", 3)):
         x = tensors[name]
+        check_device(ring, name, x)
         if x.dim() != dims or x.dtype != q.dtype or x.device != q.device:
             raise InputError(
                 f"{name} must have {dims} dimensions and be {q.dtype} on {q.device}, as q is; got {x.dtype} of "

@@ -805,7 +805,7 @@ class Ring(Runtime):
         entries: list[Tensor | None] = []
 
         def described() -> str:
-            entries.extend(tensors)
+            entries.extend(collectives.listed(tensors))
             listed = collectives.summary(entries)
             collectives.check_sums(entries)
             return f"all_reduce of {listed}"
@@ -842,7 +842,7 @@ class Ring(Runtime):
         def described() -> str:
             needed = f"broadcast: src must be a rank below {self.world_size}"
             root.append(whole_number(src, needed, 0, self.world_size - 1))
-            entries.extend(tensors)
+            entries.extend(collectives.listed(tensors))
             if missing := [index for index, entry in enumerate(entries) if entry is None]:
                 raise InputError(f"broadcast: tensors[{missing[0]}] is None; leave it out on all ranks")
             return f"broadcast from {root[0]} of {collectives.summary(entries)}"
@@ -967,11 +967,18 @@ class Ring(Runtime):
             graph: A `torch.cuda.CUDAGraph`.
 
         Raises:
+            InputError: `graph` is something else, on any rank.
             DisagreementError: A rank makes another call.
             ClosedError: The ring was closed or has failed.
             TransportError: An exchange failed, or the deadline passed (DeadlineError).
         """
-        self.check_consistency("replay of a captured graph")
+
+        def described() -> str:
+            if not callable(getattr(graph, "replay", None)):
+                raise InputError(f"replay: graph must be a torch.cuda.CUDAGraph, got {type(graph).__name__}")
+            return "replay of a captured graph"
+
+        self.check_same_call(described)
         with self.guarded():
             self.transport.replay(graph.replay)
 

@@ -362,6 +362,14 @@ def sequence_with(handle: int) -> Sequence:
         raise InputError(f"the sequence with handle {handle} was deleted; keep it until its calls are made") from None
 
 
+def check_sequences(ring: _Ranks, seq: Sequence, kv_seq: Sequence | None) -> None:
+    """Raise `InputError` unless this ring made both sequences. `kv_seq` None: there is only `seq`."""
+    for name, value in (("seq", seq), ("kv_seq", seq if kv_seq is None else kv_seq)):
+        if not isinstance(value, Sequence) or value.ring is not ring:
+            got = "a sequence of another ring" if isinstance(value, Sequence) else type(value).__name__
+            raise InputError(f"rank {ring.rank}: {name} must come from this ring's own ring.sequence(...), got {got}")
+
+
 def check_documents(cu_seqlens: Many[int] | Tensor, length: int | None) -> tuple[int, ...]:
     """Return cumulative document lengths as a tuple.
 

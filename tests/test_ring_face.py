@@ -115,11 +115,15 @@ def test_bad_on_one_rank_is_refused_by_all_and_the_ring_lives(bad: str) -> None:
         assert isinstance(error, InputError) and re.match(prefix + refusal_on(1, message), str(error))
 
 
+SHARD = TOKENS // RANKS
+ROTARY, LATENTS = torch.ones(1, SHARD, 2), torch.ones(1, SHARD, 3)
+WEIGHTS = torch.ones(X.shape[2], X.shape[3] - 2, 3), torch.ones(X.shape[2], 5, 3)
 ONE_TENSOR: dict[str, Callable[[Ring, Sequence, Tensor], object]] = {
     "attention": lambda ring, seq, x: ring.attention(x, x, x, seq),
     "gather": lambda ring, seq, x: seq.gather(x),
     "halo": lambda ring, seq, x: ring.halo(x, seq, 2),
     "scan_states": lambda ring, seq, x: ring.scan_states(x, x, seq),
+    "latent_attention": lambda ring, seq, x: ring.latent_attention(x, ROTARY, LATENTS, *WEIGHTS, seq),
 }
 
 
@@ -130,8 +134,9 @@ ONE_TENSOR: dict[str, Callable[[Ring, Sequence, Tensor], object]] = {
         (Tensor.to_sparse, "is torch.sparse_coo"),
         (lambda x: x.to("meta"), "is on meta, this ring uses cpu"),
         (Tensor.numpy, "got ndarray"),
+        (lambda x: None, "got NoneType"),
     ],
-    ids=["sparse", "meta", "no tensor"],
+    ids=["sparse", "meta", "no tensor", "None"],
 )
 def test_a_tensor_without_dense_values_on_one_rank_is_refused_by_all(
     call: str, change: Callable[[Tensor], Any], message: str
@@ -141,6 +146,20 @@ def test_a_tensor_without_dense_values_on_one_rank_is_refused_by_all(
         x = torch.ones(1, 1, 2, 4) if call == "scan_states" else seq.shard(X)
         with pytest.raises(InputError, match=f"rank 1: .*{message}"):
             ONE_TENSOR[call](ring, seq, change(x) if ring.rank == 1 else x)
+        ONE_TENSOR[call](ring, seq, x)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("call", [name for name in ONE_TENSOR if name != "gather"])
+@pytest.mark.parametrize("wrong", [None, 12], ids=str)
+def test_no_sequence_on_one_rank_is_refused_by_all(call: str, wrong: Any) -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS, layout="contiguous")
+        x = torch.ones(1, 1, 2, 4) if call == "scan_states" else seq.shard(X)
+        message = rf"rank 1: seq must come from this ring's own ring\.sequence.* got {type(wrong).__name__}"
+        with pytest.raises(InputError, match=message):
+            ONE_TENSOR[call](ring, wrong if ring.rank == 1 else seq, x)
         ONE_TENSOR[call](ring, seq, x)
 
     run_ranks(RANKS, body)

@@ -76,6 +76,25 @@ def test_sums_and_copies_of_other_types_are_refused() -> None:
         assert isinstance(error, InputError) and re.search(r"rank \d: broadcast: tensors\[1\] is None", str(error))
 
 
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast"])
+def test_a_number_on_one_rank_is_refused_by_all(call: str) -> None:
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match="rank 1: tensors must be a list of tensors, got int"):
+            getattr(ring, call)(5 if ring.rank == 1 else [torch.ones(1)])
+        ring.barrier()  # the ring is still open
+
+    run_ranks(RANKS, body)
+
+
+def test_a_replay_of_a_number_is_refused() -> None:
+    def body(ring: Ring) -> None:
+        with pytest.raises(InputError, match=r"graph must be a torch\.cuda\.CUDAGraph, got int"):
+            ring.replay(5)
+        ring.barrier()  # the ring is still open
+
+    run_ranks(RANKS, body)
+
+
 NOT_OVERWRITTEN = {
     "elements share memory": lambda: torch.ones(1).expand(3),
     "torch.sparse_coo": lambda: torch.ones(3).to_sparse(),

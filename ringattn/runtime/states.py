@@ -25,7 +25,7 @@ from ringattn.masks import Tree
 from ringattn.runtime.activation import attended, unseen
 from ringattn.runtime.consistency import facts_of
 from ringattn.runtime.runtime import Runtime
-from ringattn.sequence import Sequence, check_device, dimension_of
+from ringattn.sequence import Sequence, check_device, check_sequences, dimension_of
 from ringattn.transport.base import Message, WorkHandle
 
 
@@ -36,6 +36,7 @@ def halo(ring: Runtime, x: Tensor, seq: Sequence, width: int, dim: int) -> tuple
 
     def described() -> str:
         nonlocal axis, rows
+        check_sequences(ring, seq, None)
         rows = whole_number(width, "halo: width must be a number of rows", 0)
         axis = dimension_of(x, dim, "halo")
         check_device(ring, "x", x)
@@ -73,6 +74,7 @@ def start_scan(ring: Runtime, transitions: Tensor, states: Tensor, seq: Sequence
     """
 
     def described() -> str:
+        check_sequences(ring, seq, None)
         _check_order(seq)
         check_device(ring, "states", states)
         check_device(ring, "transitions", transitions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import Any
 
 import torch
 
@@ -20,6 +21,13 @@ LISTED = 64
 ARE_NONE = "None at "
 NOT_SUMMED = {torch.bool, torch.uint16, torch.uint32, torch.uint64}
 """The dtypes of tensors that torch does not add, or whose sum is not a number."""
+
+
+def listed(tensors: object) -> list[Any]:
+    """Return the entries of an iterable. Raises `InputError` for anything else."""
+    if not isinstance(tensors, Iterable):
+        raise InputError(f"tensors must be a list of tensors, got {type(tensors).__name__}")
+    return list(tensors)
 
 
 def summary(entries: Sequence[torch.Tensor | None]) -> str:
