@@ -32,13 +32,9 @@ from ringattn.adapters.transformers.loaders import (
     refuse_split_batches,
     share_training,
 )
-from ringattn.adapters.transformers.trainer import (
-    EARLY_CALLBACKS,
-    RingTrainerMixin,
-)
-from ringattn.adapters.transformers.trainer import (
-    HOST as TRAINER,
-)
+from ringattn.adapters.transformers.trainer import HOST as TRAINER
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
+from ringattn.adapters.transformers.trainer_checks import EARLY_CALLBACKS
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 

@@ -16,7 +16,7 @@ import torch
 from ringattn import UnsupportedError
 from ringattn.adapters.deepspeed import check_config
 from ringattn.adapters.transformers import prepare
-from ringattn.adapters.transformers.trainer import refuse_deepspeed
+from ringattn.adapters.transformers.trainer_checks import refuse_deepspeed
 from tests.adapters.environments import environment, search_path
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters.transformers import prepare, shard_batch
-from ringattn.adapters.transformers.trainer import refuse_options
+from ringattn.adapters.transformers.trainer_checks import refuse_options
 from ringattn.testing import run_ranks
 from tests.adapters.encoder_decoders import LED_OPTIONS, build
 from tests.adapters.encoders import CASES, CLASSES, TWO_RINGS, encoder

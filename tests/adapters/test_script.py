@@ -23,7 +23,7 @@ from ringattn import InputError, Ring, UnsupportedError
 from ringattn.adapters import auto
 from ringattn.adapters.accelerate import RingAccelerator, RingParallelismConfig
 from ringattn.adapters.host_versions import source_digest
-from ringattn.adapters.transformers.trainer import FORWARDING, has_custom_loss
+from ringattn.adapters.transformers.trainer_checks import FORWARDING, has_custom_loss
 from ringattn.cli import main
 from tests.adapters.environments import search_path
 from tests.adapters.models import tiny_model

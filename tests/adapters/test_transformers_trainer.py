@@ -30,7 +30,8 @@ from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers import trainer as trainer_adapter
 from ringattn.adapters.transformers.batches import WholeOutput
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer, has_custom_loss
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers.trainer_checks import has_custom_loss
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program
@@ -270,7 +271,7 @@ def test_the_scale_of_a_custom_loss_counts_rings(
 ) -> None:
     trainer = build_trainer(tmp_path, ring, type("Ours", (RingTrainerMixin, Between), {}))
     assert has_custom_loss(trainer)
-    monkeypatch.setattr(trainer_adapter, "_scales_by_tp_size", lambda: by_tp_size)  # False: before transformers 5.19
+    monkeypatch.setattr(trainer_adapter, "scales_by_tp_size", lambda: by_tp_size)  # False: before transformers 5.19
     monkeypatch.setattr(trainer.accelerator.state, "num_processes", 6)
     monkeypatch.setattr(trainer, "ring", SimpleNamespace(world_size=2))
     with suppress(KeyError), trainer._whole_step(trainer.model, trainer.model, 0):
