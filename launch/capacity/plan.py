@@ -1,6 +1,6 @@
 """`ringattn plan`: estimate training memory per rank and the time of a step, and suggest savings.
 
-Nothing is run. The formulas are in `ringattn.launch.capacity.training_bytes`. The sizes of attention's buffers are
+Nothing is run. The formulas are in `training_bytes` and `layer_bytes`. The sizes of attention's buffers are
 those of the plan that would run.
 
 Guarantees: closed forms with their source; no constant is fitted to a published step. A run "fits" only if a share of

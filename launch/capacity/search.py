@@ -13,8 +13,9 @@ from ringattn.core.geometry import MOST_TOKENS
 from ringattn.errors import InputError
 from ringattn.launch.capacity.account import training_bytes
 from ringattn.launch.capacity.hardware import Hardware
+from ringattn.launch.capacity.layer_bytes import RECOMPUTE, SAVED
 from ringattn.launch.capacity.step_time import step_seconds
-from ringattn.launch.capacity.training_bytes import OFFLOADS, RECOMPUTE, SAVED, TrainingSetup
+from ringattn.launch.capacity.training_bytes import OFFLOADS, TrainingSetup
 
 MOST_RANKS = 2**24
 """The largest ring that searches try."""

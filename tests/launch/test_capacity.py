@@ -25,19 +25,17 @@ from ringattn.errors import InputError
 from ringattn.launch.capacity.account import training_bytes
 from ringattn.launch.capacity.hardware import GIB, Hardware, hardware
 from ringattn.launch.capacity.hardware import PRESETS as MACHINES
+from ringattn.launch.capacity.layer_bytes import PRECISIONS, head_kept, layer_parts
 from ringattn.launch.capacity.model_shapes import PRESETS, ModelShape, model_shape
 from ringattn.launch.capacity.picture import capacity_figure, spread
 from ringattn.launch.capacity.plan import RESERVE, PlanConfig, machine_of, plan, run_of, shape_of, verdict
 from ringattn.launch.capacity.search import advice, fits, longest_tokens, smallest_ring, with_steps
 from ringattn.launch.capacity.step_time import attention_flops, compute_flops, matrix_flops, step_seconds
 from ringattn.launch.capacity.training_bytes import (
-    PRECISIONS,
     AttentionSetup,
     TrainingSetup,
     _planned,
     cast_bytes,
-    head_kept,
-    layer_parts,
     optimizer_bytes,
     ring_slots_bytes,
     staging_bytes,
