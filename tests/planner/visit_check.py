@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ringattn.planner.place import rows_of
+from ringattn.planner.overwrites import rows_of
 from ringattn.planner.plan import LOCAL, ONE, Add, AttendOp, AttendReceivedOp, OwnSums, Plan
 from ringattn.schedule.content import Content
 from ringattn.schedule.ops import Kind
