@@ -62,15 +62,32 @@ def test_commands_are_those_of_the_program() -> None:
     assert set(re.findall(r"^ringattn ([\w-]+)", README, re.MULTILINE)) == set(COMMANDS)
 
 
-def test_links_lead_to_files() -> None:
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub and Sphinx give the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = (re.sub(r"\]\([^)]*\)", "", title) for title in re.findall(r"^#{1,4} +(.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page to files or headings that do not exist."""
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     broken = []
-    for page in PAGES:
-        prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-            path = target.split("#")[0]
-            if path and "://" not in target and not (page.parent / path).exists():
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
-    assert broken == []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if "://" in target:
+            continue
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors_of(file)):
+            broken.append(target)
+    return broken
+
+
+def test_links_lead_to_files_and_headings(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`\n[a](#one-two) [b](page.md#one-two) [c](page.md#two) [d](#three) [e](other.md)\n")
+    assert broken_links(page) == ["page.md#two", "#three", "other.md"]
+    assert {page.name: broken for page in PAGES if (broken := broken_links(page))} == {}
 
 
 FORMER = {"runtime/spec.py"}
