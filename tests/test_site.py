@@ -45,12 +45,10 @@ class Page(HTMLParser):
         self.words += data.split()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as `make docs` does; return its folder."""
+def build(folder: Path) -> Path:
+    """Build the site in a folder as `make docs` does; return the folder of its pages."""
     for package in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
-    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs"]
     command += ["-d", str(folder / "doctrees"), ".", str(folder / "html")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
@@ -73,21 +71,16 @@ def broken_links(site: Path) -> Iterator[str]:
                 yield f"{file.relative_to(site)}: {link}: no such heading"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_links_of_the_site_lead_somewhere(site: Path) -> None:
-    assert list(broken_links(site)) == []
-
-
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<a href="b.html#here">b</a> <a href="b.html#there">b</a> <a href="c.html">c</a>')
     (tmp_path / "b.html").write_text('<h1 id="here">b</h1> <a href="https://b.org/x">x</a> <a href="#here">up</a>')
     assert list(broken_links(tmp_path)) == ["a.html: b.html#there: no such heading", "a.html: c.html: no such file"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_page_of_the_repository_is_in_the_site(site: Path) -> None:
+def test_the_site_has_every_page_of_the_repository_and_no_broken_link(tmp_path: Path) -> None:
+    site = build(tmp_path)
+    assert list(broken_links(site)) == []
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     for file in [*files, *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results" / "cpu").glob("*.md")]:
         assert (site / file.relative_to(ROOT).with_suffix(".html")).is_file(), file

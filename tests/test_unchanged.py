@@ -73,7 +73,7 @@ def test_another_compiler_changes_the_digest(tree: Path, monkeypatch: pytest.Mon
     ("group", "needed"),
     [
         ("compile gate", ["attention_forward.py", "attention_backward.py", "configs.json", "compiling.py"]),
-        ("Gluon backward", ["attention_gluon_grad_kv.py", "simulator.py"]),
+        ("Gluon kernels", ["attention_gluon_forward.py", "attention_gluon_grad_kv.py", "simulator.py"]),
         (
             "compiled kernels in the PTX interpreter",
             ["attention_gluon_forward.py", "triton.py", "launch.py", "machine.py", "races.py", "mutants.py"],

@@ -30,7 +30,10 @@ PACKAGES = ("triton", "torch", "numpy")
 GROUPS = {
     "compile gate": ("tests/kernels/test_compile_gate.py",),
     "compile gate of rows": ("tests/kernels/test_compile_gate_rows.py",),
-    "Gluon backward": ("tests/kernels/test_attention_gluon_backward.py",),
+    "Gluon kernels": (
+        "tests/kernels/test_attention_gluon.py",
+        "tests/kernels/test_attention_gluon_backward.py",
+    ),
     "compiled kernels in the PTX interpreter": ("tests/kernels/test_ptx.py",),
     "kernels in the interpreter": (
         "tests/kernels/test_interpreted.py",

@@ -184,6 +184,7 @@ def test_the_page_and_the_data_agree() -> None:
     assert all(result["reason"] for result in results["classes"].values() if result["verdict"] != "exact")
 
 
+@pytest.mark.slow
 def test_the_data_of_a_walk() -> None:
     """The data and the page of two records, a refused class and one that cannot be built, have the right counts."""
     records: list[Record] = [record_of("Inkling2TextModel"), record_of("ReformerModelWithLMHead")]

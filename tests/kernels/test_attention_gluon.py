@@ -28,6 +28,7 @@ from ringattn.kernels.launch import FIRST, LAST, Config, Table
 from tests.fuzz import reference
 from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_of
 
+pytestmark = pytest.mark.unchanged("Gluon kernels")
 DIM = 16
 KEY_DIMS = DIM, 24
 """Head dimensions of keys. 24 columns are three pieces of 8, as 192 are three pieces of 64."""

@@ -27,7 +27,7 @@ from tests.kernels.gluon_gate.simulator import MODULES, Fault, simulate, source_
 from tests.kernels.test_attention_gluon import DIM, KEY_DIMS, PLAIN, SCALE, SEEING, Pass, _counts, rows_like
 
 NAN = float("nan")
-pytestmark = pytest.mark.unchanged("Gluon backward")
+pytestmark = pytest.mark.unchanged("Gluon kernels")
 SOURCES = MODULES[1:]
 HALF, SINGLE, LEAST = 2.0**-11, 2.0**-18, 2.0**-25
 """Rounding errors: `HALF`, the relative error of float16; `SINGLE`, that of a weight computed in float32; `LEAST`, the

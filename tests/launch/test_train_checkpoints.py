@@ -684,6 +684,8 @@ def test_every_class_in_the_metadata_of_torch_is_accepted(tmp_path: Path) -> Non
 # --- random runs, each with one fault --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", fuzz_train.KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "undisturbed" else ()) for kind in fuzz_train.KINDS]
+)
 def test_a_random_run_with_a_fault_is_exact_or_reports_it(kind: str) -> None:
     assert fuzz_train.judge(fuzz_train.draw(7, (kind,))) in ("exact", "reported")
