@@ -165,7 +165,7 @@ def _stand_in_for_host_memory() -> None:
     stand_in: Any = tiled
     stand_in.check_device = lambda device, option: None
     stand_in.to_host = lambda x: x.detach().numpy().copy()
-    stand_in.from_host = lambda array: torch.from_numpy(array).clone()
+    stand_in.from_host = lambda array: tiled.DeviceCopy(torch.from_numpy(array).clone(), None)
 
 
 def largest_of_parts(values: Sequence[int], parts: int) -> list[int]:

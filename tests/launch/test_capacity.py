@@ -331,15 +331,18 @@ def test_differing_losses_stop_the_benchmark() -> None:
 
 @pytest.mark.slow
 def test_training_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = training_memory.Combination("none", "adamw", 1), training_memory.Combination("full", "sgd", 2)
+    make = training_memory.Combination
+    runs = make("none", "adamw", 1), make("full", "sgd", 2), make("offloaded", "sgd", 1)
     monkeypatch.setattr(training_memory, "COMBINATIONS", runs)
     data = training_memory.main([f"results={tmp_path}"])
-    one_rank, two_ranks = data["runs"]
+    one_rank, two_ranks, on_host = data["runs"]
     assert len(two_ranks["by_rank"]) == 2
     for rank in (*one_rank["by_rank"], *two_ranks["by_rank"]):
         assert rank["resident_bytes"] >= 0.9 * rank["storage_bytes"] > rank["kept_bytes"]
     assert two_ranks["by_rank"][0]["storage_bytes"] < one_rank["by_rank"][0]["storage_bytes"] / 2
-    for record in data["runs"]:
+    (storages,) = (rank["storage_bytes"] for rank in on_host["by_rank"])  # the resident size includes the host memory
+    assert on_host["predicted_bytes"] == pytest.approx(storages, rel=0.03)
+    for record in (one_rank, two_ranks):
         largest = max(rank["resident_bytes"] for rank in record["by_rank"])
         assert record["predicted_bytes"] == pytest.approx(largest, rel=0.1)
     assert "predicted / storages" in (tmp_path / "training_memory.md").read_text()
