@@ -64,7 +64,7 @@ def test_an_exact_class(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason", "verdicts_"),
     [
-        ("Inkling2ForCausalLM", "choose tokens", {"refused"}),
+        pytest.param("Inkling2ForCausalLM", "choose tokens", {"refused"}, marks=pytest.mark.slow),
         ("BertForSequenceClassification", "from a whole row", {"refused"}),
         ("T5GemmaModel", "a separate configuration", set()),
         ("BloomModel", "adds ALiBi", set()),
