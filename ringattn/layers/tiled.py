@@ -141,6 +141,8 @@ class _Tiled(torch.autograd.Function):
             if call.tiling.summed:
                 out = part if out is None else out + part
                 continue
+            if len(part) != len(rows[tile]):
+                raise InputError(f"a tile of {len(rows[tile])} rows became {len(part)} rows; it needs one for each")
             if out is None:
                 out = part.new_empty(len(rows), *part.shape[1:])
             out[tile] = part

@@ -104,13 +104,18 @@ def plain_engine(zero: str, rings: int) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def engine(zero: str, rings: int, **options: Any) -> dict[str, Tensor]:
-    """Train with DeepSpeed's engine over rings of two processes. `options`: those of `prepare`."""
+def engine(zero: str, rings: int, reentrant: bool | None = None, **options: Any) -> dict[str, Tensor]:
+    """Train with DeepSpeed's engine over rings of two processes.
+
+    `reentrant`: the kind of activation checkpoints, or None for none. `options`: those of `prepare`.
+    """
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     mesh = init_device_mesh("cpu", (rings, 2), mesh_dim_names=("dp", "cp"))
     model = prepare(tiny_model("qwen2", "eager"), **options)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     ours, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=configuration(zero))
     with Ring(mesh, timeout_s=60.0) as ring:
         for step in range(STEPS):
@@ -190,6 +195,38 @@ def refused() -> None:
         initialize(model=linear, config={})
     with pytest.raises(UnsupportedError, match="mpu would divide the ranks of a ring among other groups"):
         initialize(model=llama, config={}, mpu=object())
+
+
+def refused_partitions() -> None:
+    """Check what the options for less memory refuse with ZeRO 3."""
+    forked_ranks(1, _refused_partitions)
+
+
+def _refused_partitions(_: int) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    tokens = batch(0, 0, 0)["input_ids"]
+
+    def check(message: str, engine: Any) -> None:
+        with pytest.raises(UnsupportedError, match=message):
+            engine(input_ids=tokens)
+
+    def engine_of(model: Any) -> Any:
+        return deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=configuration("3"))[0]
+
+    model = tiny_model("llama", "eager")
+    engine = engine_of(model)
+    prepare(model, tiled_mlp=5)
+    check("^tiled_mlp: .* of LlamaMLP by itself; import deepspeed before prepare", engine)
+    model = tiny_model("llama", "eager")
+    engine = engine_of(model)
+    prepare(model, head_groups=2)
+    check(r"^head_groups: .* not gathered the weights of LlamaAttention; call prepare\(\) before", engine)
+    model = prepare(tiny_model("llama", "eager"), tiled_mlp=5)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("mlp" in name)
+    check("^tiled_mlp: LlamaMLP has weights to train but its input needs no gradient", engine_of(model))
 
 
 # --- transformers' Trainer -------------------------------------------------------------------------------------------
@@ -329,8 +366,13 @@ def dummies(zero: str, rings: int) -> dict[str, Tensor]:
 
 KINDS: dict[str, tuple[Any, Any]] = {
     "engine": (plain_engine, engine),
-    "engine, tiled": (plain_engine, partial(engine, tiled_mlp=5, chunked_loss=4)),
-    "engine, chunked": (plain_engine, partial(engine, chunked_loss=4)),
+    **{
+        f"engine, less memory, reentrant {reentrant}": (
+            plain_engine,
+            partial(engine, reentrant=reentrant, tiled_mlp=5, chunked_loss=4, head_groups=2),
+        )
+        for reentrant in (None, False, True)
+    },
     "whole": (plain_whole, whole),
     "loop": (plain_loop, loop),
     "dummies": (plain_dummies, dummies),

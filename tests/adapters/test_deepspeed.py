@@ -11,14 +11,11 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 
-import torch
 
 from ringattn import UnsupportedError
 from ringattn.adapters.deepspeed import check_config
-from ringattn.adapters.transformers import prepare
 from ringattn.adapters.transformers.trainer_checks import refuse_deepspeed
 from tests.adapters.environments import environment, search_path
-from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program
 from tests.adapters.test_script import check_equal, run
 from tests.doc_code import code_of, run_under_torchrun
@@ -63,9 +60,9 @@ def test_an_engine_of_whole_batches_equals_as_many_processes_as_rings(rings: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "zero"), [("engine, tiled", "2"), ("engine, chunked", "3")])
-def test_tiles_of_the_mlp_and_the_loss(kind: str, zero: str) -> None:
-    check(kind, 1, zero)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_options_for_less_memory(reentrant: bool | None) -> None:
+    check(f"engine, less memory, reentrant {reentrant}", 1, "2", "3")
 
 
 @pytest.mark.slow
@@ -140,11 +137,9 @@ def test_settings_that_are_off_are_accepted() -> None:
     check_config({"optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}, "steps_per_print": 10})
 
 
-def test_tiles_of_partitioned_weights_are_refused() -> None:
-    model = prepare(tiny_model("llama", "eager"), tiled_mlp=4)
-    model.model.layers[0].mlp.up_proj.weight.ds_id = 0  # as DeepSpeed marks weights with ZeRO 3
-    with pytest.raises(UnsupportedError, match="tiled_mlp: DeepSpeed's ZeRO 3 gathers weights for each tile"):
-        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+@pytest.mark.slow
+def test_partitioned_weights_that_would_not_be_gathered_are_refused() -> None:
+    call_in_program("tests.adapters.deepspeed_ranks:refused_partitions", **with_deepspeed())
 
 
 def host(**options: Any) -> Any:

@@ -159,3 +159,7 @@ def test_wrong_numbers_and_calls_are_refused() -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=True)
     with pytest.raises(UnsupportedError, match=r"^head_groups: attention dropout"):
         prepared("llama", 2, attention_dropout=0.1)(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    hooked = prepared("llama", 2)
+    hooked.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"^head_groups: a projection has hooks, a forward"):
+        hooked(input_ids=torch.ones(1, 4, dtype=torch.int64))

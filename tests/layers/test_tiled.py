@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringattn.bench.storage_meter import StorageMeter
+from ringattn.errors import InputError
 from ringattn.layers import tiled as offload
 from ringattn.layers.tiled import Tiling, inputs_on_host, tiled
 
@@ -134,6 +135,11 @@ def test_a_tile_is_all_that_lives() -> None:
         part.zero_grad(), setattr(x, "grad", None)
     inner = 4096 * 512 * 4
     assert peaks[0] > 4 * inner and peaks[1] < inner / 2 + 5 * x.nbytes
+
+
+def test_a_function_that_returns_other_rows_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"^a tile of 4 rows became 1 rows"):
+        tiled(Tiling(lambda rows: rows[:1], 4), drawn(8, 3), [])
 
 
 def test_a_weight_changed_meanwhile_is_an_error() -> None:

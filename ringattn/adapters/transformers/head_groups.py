@@ -2,10 +2,12 @@
 
 The forward of an attention module runs once for each group, on a view of the module. The projections of the view are
 slices of those of the module, and its output projection returns its input. `layers.head_groups` joins the outputs,
-applies the output projection, and runs the groups again in backward.
+applies the output projection, and runs the groups again in backward. With tensor parallelism, a rank divides its own
+heads into groups, and the sums over ranks are those of all heads: one in forward and one in backward.
 
 Guarantees: loss and gradients equal those without the option up to rounding. A module whose parameters are not known to
-belong to single heads is refused by name when the model is prepared.
+belong to single heads is refused by name when the model is prepared, and weights that are sharded in a way that is not
+known when the module is called.
 """
 
 from __future__ import annotations
@@ -16,9 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import PART
+from ringattn.adapters.transformers.sharded_weights import (
+    TensorParallel,
+    gather_for,
+    local,
+    refuse_extended,
+    refuse_partitioned,
+    tensor_parallel_of,
+)
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.layers.head_groups import HeadGroups, check_head_groups, in_head_groups
 
@@ -27,10 +36,12 @@ OUTPUT = "o_proj"
 NORMS = ("q_norm", "k_norm")
 ATTENTION = ("self_attn", "attention", "attn")
 """Names of the attention module in decoder layers of transformers."""
+NAME = "ringattn_head_groups"
+"""The name of the part of an attention module that attends in groups."""
 
 
-def grouped_attention(model: Any, groups: int) -> list[tuple[nn.Module, GroupedAttention]]:
-    """Return the attention modules of the text part, each with its forward in `groups` groups. Changes nothing.
+def grouped_attention(model: Any, groups: int) -> list[GroupedAttention]:
+    """Return the forwards in `groups` groups of all attention modules of the text part. Changes nothing.
 
     Raises `InputError` if `groups` does not divide the K/V heads, and `UnsupportedError` for a module that cannot be
     divided.
@@ -51,8 +62,15 @@ def grouped_attention(model: Any, groups: int) -> list[tuple[nn.Module, GroupedA
     if not modules:
         raise UnsupportedError(f"head_groups: {type(model).__name__} has no layers that transformers can checkpoint")
     for module in modules:
-        check_head_groups(groups, _kv_heads(module))
-    return [(module, GroupedAttention(module, groups)) for module in modules]
+        heads, parallel = _kv_heads(module), _tensor_parallel(module)
+        ranks = 1 if parallel is None else parallel.mesh.size()
+        if heads % ranks:
+            raise UnsupportedError(
+                f"head_groups: tensor parallelism shards {heads} K/V heads over {ranks} ranks unevenly; leave "
+                "head_groups out"
+            )
+        check_head_groups(groups, heads // ranks)
+    return [GroupedAttention(module, groups) for module in modules]
 
 
 def _kv_heads(module: Any) -> int:
@@ -69,7 +87,8 @@ def _kv_heads(module: Any) -> int:
     head_dim = getattr(module, "head_dim", None)
     of_projections = {f"{name}.{kind}" for name in (*PROJECTIONS, OUTPUT) for kind in ("weight", "bias")}
     for name, parameter in module.named_parameters():
-        is_norm = name.partition(".")[0] in NORMS and parameter.shape == (head_dim,)
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 keeps the shape of a partitioned weight there
+        is_norm = name.partition(".")[0] in NORMS and shape == (head_dim,)
         if name not in of_projections and not is_norm:
             raise refused(f"has the parameter {name}, which may not belong to single heads")
     q, k, v, out = (getattr(module, name) for name in (*PROJECTIONS, OUTPUT))
@@ -78,15 +97,36 @@ def _kv_heads(module: Any) -> int:
     return int(k.out_features) // int(head_dim)
 
 
-class GroupedAttention:
-    """The forward of an attention module, in groups of heads."""
+def _tensor_parallel(module: Any) -> TensorParallel | None:
+    return tensor_parallel_of([getattr(module, name) for name in PROJECTIONS], getattr(module, OUTPUT))
 
-    def __init__(self, module: Any, groups: int) -> None:
-        self.module, self.groups = module, groups
 
-    def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> tuple[Tensor, None]:
-        """Return the output of the module, (batch, tokens, dim), and None for the weights."""
-        module = self.module
+class GroupedAttention(nn.Module):
+    """The forward of an attention module, in groups of heads.
+
+    It is a part of that module, without weights. ZeRO 3 gathers the weights of the attention module for calls of this
+    one, because nothing calls the projections.
+    """
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        super().__init__()
+        self.whole = (module,)  # not as a part of this module, because this one is a part of it
+        self.groups = groups
+
+    def install(self) -> None:
+        """Replace the forward of the attention module."""
+        (module,) = self.whole
+        module.add_module(NAME, self)
+        module.forward = self.run
+
+    def run(self, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+        """Return the result of the attention module."""
+        gather_for(self, self.whole[0].parameters())
+        return self(hidden_states, *others, **named)
+
+    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> tuple[Tensor, None]:
+        """Return the output of the attention module, (batch, tokens, dim), and None for the weights."""
+        module: Any = self.whole[0]
         if torch.is_grad_enabled() and named.get("past_key_values") is not None:
             raise InputError("head_groups: a cache keeps the keys and values of all heads; call with use_cache=False")
         if named.get("past_key_values") is not None:  # without gradients, nothing is kept for a backward pass
@@ -97,37 +137,40 @@ class GroupedAttention:
                 "head_groups: attention dropout numbers the heads of a call, and a group counts its heads from 0; set "
                 "attention_dropout=0.0"
             )
-        weights = dict(module.named_parameters())
-        if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights.values()):
-            raise UnsupportedError(
-                "head_groups: the projections are sharded by tensor parallelism or DeepSpeed's ZeRO 3; leave "
-                "head_groups out, or shard weights by FSDP2 or ZeRO 2"
-            )
-        output = getattr(module, OUTPUT)
+        refuse_partitioned(module, "head_groups")
+        parallel = _tensor_parallel(module)
+        if parallel is None:
+            refuse_extended([getattr(module, name) for name in (*PROJECTIONS, OUTPUT)], "head_groups")
+        weights = {name: local(weight) for name, weight in module.named_parameters()}
+        norms = [weight for name, weight in weights.items() if name.partition(".")[0] in NORMS]
+        projections = {name: (weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in PROJECTIONS}
+        out_weight, out_bias = weights[f"{OUTPUT}.weight"], weights.get(f"{OUTPUT}.bias")
 
         def attention(x: Tensor, group: int) -> Tensor:
-            out: Tensor = type(module).forward(self.view(group), x, *others, **named)[0]
+            out: Tensor = type(module).forward(self.view(projections, group), x, *others, **named)[0]
             return out
 
-        inside = [weight for name, weight in weights.items() if name.partition(".")[0] != OUTPUT]
+        inside = [*norms, *(tensor for pair in projections.values() for tensor in pair if tensor is not None)]
         heads = HeadGroups(attention, self.groups)
-        return in_head_groups(heads, hidden_states, inside, output.weight, output.bias), None
+        if parallel is None:
+            return in_head_groups(heads, hidden_states, inside, out_weight, out_bias), None
+        out = parallel.summed(in_head_groups(heads, parallel.replicated(hidden_states), inside, out_weight))
+        return out if out_bias is None else out + out_bias, None
 
-    def view(self, group: int) -> Any:
-        """Return a copy of the module, with the same tensors, that has only the heads of a group."""
-        module = self.module
+    def view(self, projections: dict[str, tuple[Tensor, Tensor | None]], group: int) -> Any:
+        """Return a copy of the module that has only the heads of a group, of projections with these tensors."""
+        module = self.whole[0]
         view = object.__new__(type(module))
         vars(view).update(vars(module))
-        sliced: dict[str, Any] = {name: self._slice(getattr(module, name), group) for name in PROJECTIONS}
+        sliced: dict[str, Any] = {name: self._slice(*tensors, group) for name, tensors in projections.items()}
         vars(view)["_modules"] = {**module._modules, **sliced, OUTPUT: lambda x: x}
         return view
 
-    def _slice(self, projection: nn.Linear, group: int) -> Callable[[Tensor], Tensor]:
+    def _slice(self, weight: Tensor, bias: Tensor | None, group: int) -> Callable[[Tensor], Tensor]:
         """Return the projection to the heads of a group."""
 
         def project(x: Tensor) -> Tensor:
-            bias = projection.bias
             part = None if bias is None else bias.chunk(self.groups)[group]
-            return F.linear(x, projection.weight.chunk(self.groups)[group], part)
+            return F.linear(x, weight.chunk(self.groups)[group], part)
 
         return project

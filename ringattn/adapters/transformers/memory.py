@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
 from ringattn.adapters.transformers.head_groups import grouped_attention
+from ringattn.adapters.transformers.sharded_weights import gather_at_once, gathers_columns, refuse_separate_gathers
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.integers import whole_number
 from ringattn.layers.tiled import Tiling, check_device, inputs_on_host, tiled
@@ -74,9 +75,11 @@ def save_memory(
     chunks = ChunkedLoss(model, saving.chunked_loss) if saving.chunked_loss and not before.chunked_loss else None
     groups = saving.head_groups or 1
     attention = grouped_attention(model, groups) if groups > 1 and not before.head_groups else []
-    for module, forward in attention:
-        module.forward = forward
-    for part in parts:  # changes begin here, after all refusals, so a refused model is unchanged
+    # Changes begin here, after all refusals, so a refused model is unchanged.
+    for grouped in attention:
+        grouped.install()
+    gather_at_once(parts)
+    for part in parts:
         part.forward = TiledForward(part.forward, part, tiled_mlp or 0)
     if chunks is not None:
         chunks.install()
@@ -110,11 +113,7 @@ class TiledForward:
                 f"tiled_mlp: {type(self.part).__name__} takes more arguments than hidden states, which cannot be "
                 "tiled; leave tiled_mlp out"
             )
-        if any(hasattr(weight, "ds_id") for weight in self.part.parameters()):
-            raise UnsupportedError(
-                "tiled_mlp: DeepSpeed's ZeRO 3 gathers weights for each tile, but ranks may have different numbers of "
-                "tiles; leave tiled_mlp out, or use ZeRO 2"
-            )
+        refuse_separate_gathers(self.part, hidden_states, "tiled_mlp")
         # A feed-forward of transformers expects a batch dimension.
         tiling = Tiling(lambda rows: self.forward(rows[None])[0], self.tokens, draws=self.part.training)
         return tiled(tiling, hidden_states, list(self.part.parameters()))
@@ -231,6 +230,7 @@ class ChunkedLoss:
                 f"chunked_loss: {type(model).__name__} has no output embeddings with transformers' {LOSS}; leave it out"
             )
         self.model, self.head, self.tokens = model, head, tokens
+        self.gathers_columns = gathers_columns(head)
         self.head_forward, self.loss, self.forward = head.forward, loss, model.forward
         # A call may pass labels by position.
         self.label_index = list(takes).index("labels")
@@ -303,9 +303,10 @@ class ChunkedLoss:
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     def _sum(self, hidden: Tensor, later: Later) -> Tensor:
-        if any(isinstance(weight, DTensor) for weight in self.head.parameters()):
+        if not self.gathers_columns and any(isinstance(weight, DTensor) for weight in self.head.parameters()):
             raise UnsupportedError(
-                "chunked_loss: the head's weights are sharded by tensor parallelism; leave chunked_loss out"
+                "chunked_loss: the head's weights are sharded, and not by transformers with all logits as the output; "
+                "leave chunked_loss out"
             )
 
         def loss_of(rows: Tensor, labels: Tensor) -> Tensor:
