@@ -53,25 +53,31 @@ SOURCES = {
     "Llama 3": "Llama 3 (arXiv:2407.21783, table 4): H100 of 700 W; recomputation not stated",
 }
 
-RING_TIME = "unexplained: attention's part is 2.8 times from CP2 to CP4, for twice the work"
-STAGES = "unexplained: CP1 has the same tensors and reserves 7.2 GiB less"
-CARDS = "unexplained: tensors grow by 1.1 GiB from CP4, reserved memory by 7.8; on cards of 96 GB"
+RING_TIME = "unexplained, see ring: attention's part is 2.8 times from CP2 to CP4, for twice the work"
+STAGES = "see Float8 gathers: with weights gathered in 16 bits, the plan is 0.97 (1F1B) and 1.00 (interleaved)"
 TENSORS = "outside of the peak: copies in gathers and scatters, 3.0 of the 4.3 GiB that the next row lacks"
 
 NOTES = (
     "widths: rates of Float8 products come from one run of each width that is not counted: 8B on 8 GPUs, 70B "
     "(torchtitan, benchmarks/asyncTP_llama3_h100_2025-06), 405B without pipeline (docs/performance.md, August 2024)",
-    "async TP: 35 % of the collectives are hidden, as in the run of 405B without pipeline. torch fuses a product with "
+    "async TP: 39 % of the collectives are hidden, as in the run of 405B without pipeline. torch fuses a product with "
     "one gather or scatter (micro_pipeline_tp.py of 2024), but the gradient of an input is the sum of several products",
     "gathers and scatters: torch's collectives along tokens copy the whole tensor (torch.chunk and torch.cat): at 70B "
     "1.0 GiB in Float8 and 2.0 GiB in 16 bits, which fused products do not do. The copies exist in layers, while the "
     "planned peak is at the loss. Tensors take 0.82 of the reserved memory of this row, and 0.87 of that of the next",
     "pipeline stages: until May 2025 (pytorch pull request 153383), each stage kept the outputs of all micro batches, "
     "until October 2025 (164329) also the gradients that it had sent. The last stage keeps all logits (issue 159251)",
-    "ring: K and V of all query heads are gathered. dK and dV go to a neighbor in each step, at the rate of a pair, "
-    "which makes the plan of CP2 8 % too slow, and those of CP4 and CP8 less fast. In compiled layers (torchtitan), an "
-    "exchange is awaited at once; in eager mode (TRL), the next block hides it. The ring balances causal work since "
-    "2024 (pytorch pull request 132442)",
+    "Float8 gathers: torchtitan gathers weights in Float8, unless only the ranks of a ring share them as in 405B CP8 "
+    "(float8.py). No command of table 5 (1F1B, interleaved) is published; if its runs did not set "
+    "enable_fsdp_float8_all_gather, both rows are met. That is a guess, and is not planned",
+    "ring: K and V of all query heads are gathered, in forward and for backward. dK and dV go to a neighbor in each "
+    "step, at the rate of a pair, which makes the plan of CP2 8 % too slow, and those of CP4 and CP8 less fast. In "
+    "compiled layers (torchtitan), an exchange is awaited at once; in eager mode (TRL), the next block hides it. "
+    "The ring balances causal work since 2024 (pytorch pull request 132442). Time besides products is 5.26 + 7.31 "
+    "(P - 1) s on 1, 4 and 8 ranks, so no cost that grows with P explains 2 ranks, too. torch.compile orders "
+    "collectives by the memory of each rank's graph (reorder_for_peak_memory). Compiled alone, the ring has one "
+    "order on both of 2 ranks, but two different ones on 4, so that ranks wait. A compiled layer on a CPU has one "
+    "order everywhere",
     "host: DeepSpeed's Adam takes 0.55 s per 1e9 weights of a node (issue 6834), after backward. With 0.71 s (pull "
     "request 735 of 2021), ALST's steps would be 1.3 s longer at most",
 )
@@ -189,7 +195,7 @@ def torchtitan_points() -> Iterator[Point]:
         yield point(name, stage, gib, seconds(stage, tokens_s), "", STAGES)
     for ranks, gib, tokens_s in ((1, 75.3, 76), (2, 75.9, 47), (4, 77.1, 31), (8, 84.9, 16)):
         ring = run("405B", 32768 * ranks, ranks, stack=tensor, **stages)
-        yield point(f"405B, 512 GPUs, CP{ranks}", ring, gib, seconds(ring, tokens_s), RING_TIME, CARDS)
+        yield point(f"405B, 512 GPUs, CP{ranks}", ring, gib, seconds(ring, tokens_s), RING_TIME)
     trainy = run("llama3-8b", 8192, stack="torchtitan_2025", batch=2, recompute="selective", zero_degree=32)
     yield Point("Trainy", "8B, 32 GPUs, Float8", trainy, 47.96)
     yield Point("Trainy", "8B, 64 GPUs, Float8", replace(trainy, zero_degree=64), 46.97)

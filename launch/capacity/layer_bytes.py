@@ -227,6 +227,21 @@ class Moment(NamedTuple):
     tile: int = 0
 
 
+def block_bytes(shape: ModelShape, precision: Precision, zigzag: bool) -> int:
+    """Return the bytes per token of a shard that the backward of attention on one block allocates.
+
+    They are dq, dk and dv, before they are added. In 16 bits, the kernel is cuDNN's, which also takes dq in the
+    accumulator's dtype, and dk and dv of all query heads (cudnn-frontend, CompositeSDPABackwardNode). Blocks of
+    `zigzag` layouts have half of the queries or half of the keys of a shard, others all of them.
+    """
+    item, wide = precision.activation, precision.wide
+    of_queries, of_keys = item * shape.query_width, 2 * item * shape.kv_width
+    if item < wide:
+        of_queries += wide * shape.query_width
+        of_keys += 2 * item * shape.query_width if shape.kv_width < shape.query_width else 0
+    return max(of_queries + of_keys // 2, of_queries // 2 + of_keys) if zigzag else of_queries + of_keys
+
+
 def backward_bytes(
     shape: ModelShape, precision: Precision, tiled: bool = False, groups: int = 1, zigzag: bool = True
 ) -> Moment:
@@ -234,17 +249,16 @@ def backward_bytes(
 
     Feed-forward: the gradients of the product's factors, of the residual and of the output exist. If the feed-forward
     is tiled, only the gradients of its input and output exist for all tokens, and the others for one tile.
-    Attention: dout and the gradient of the residual exist; dq, dk and dv in the accumulator's dtype; the results of one
-    block before they are added; and the log-sum-exp and delta of each head. Blocks of `zigzag` layouts have half of the
-    queries or half of the keys of a shard, others all of them. The activations that the layer kept after
-    attention have been freed, and are subtracted. In several `groups` of heads, only one group has these tensors and
-    its projections, and there is also the sum of the gradients of the layer's input. Projection: the gradient of the
-    projections of one group becomes that of the layer's input.
+    Attention: dout and the gradient of the residual exist; dq, dk and dv in the accumulator's dtype; one block (see
+    `block_bytes`); and the log-sum-exp and delta of each head. The activations that the layer kept after attention have
+    been freed, and are subtracted. In several `groups` of heads, only one group has
+    these tensors and its projections, and there is also the sum of the gradients of the layer's input. Projection: the
+    gradient of the projections of one group becomes that of the layer's input.
     """
     item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
     inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
     projected = queries + 2 * shape.kv_width
-    block = wide * max(queries + shape.kv_width, queries // 2 + 2 * shape.kv_width) if zigzag else wide * projected
+    block = block_bytes(shape, precision, zigzag)
     sums = wide * projected
     attention = item * (queries + width) + sums + block + 2 * wide * shape.heads
     if groups > 1:

@@ -193,9 +193,10 @@ def stage_tensors(run: TrainingSetup, stack: Stack, rank: int, state: Passing) -
 def pipeline_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
     """Return the largest breakdown of any pipeline rank at each moment of a step (torch's stages with FSDP2).
 
-    A stage keeps weights gathered: layers in `pipeline_bytes`, tables in 16 bits. From its first backward on, it has
-    whole gradients in float32; the 16-bit gradients of a layer exist until they are added. The last stage keeps its
-    logits. The second rank has the most layers, and more micro batches in flight than later ones.
+    A stage keeps weights gathered until its last backward ends: layers in `pipeline_bytes`, or in 16 bits if only the
+    ranks of a ring share them; tables in 16 bits. From its first backward to its last, it has whole gradients in
+    float32; the 16-bit gradients of a layer exist until they are added. The last stage keeps its logits. The second
+    rank has the most layers, and more micro batches in flight than later ones.
     """
     shape, numbers, tokens, ranks = run.model, run.numbers, run.kept_tokens, run.pipeline_ranks
     layer, share, stages = layer_bytes(shape, stack, run.ranks), run.share, run.pipeline_ranks * run.pipeline_chunks
@@ -203,6 +204,7 @@ def pipeline_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
     kept, boundary, passing = tokens * kept_bytes(run, layer), tokens * layer.input, passing_bytes(run, stack, layer)
     copied = boundary if run.recompute in ("offloaded", "none") else 0.0
     optimizer = optimizer_bytes(run) if run.offload == "none" else 0.0
+    of_layers = stack.pipeline_bytes.value if run.degree > run.ranks else ITEM
     largest: dict[str, Breakdown] = {}
 
     def add(moment: str, breakdown: Breakdown) -> None:
@@ -215,19 +217,27 @@ def pipeline_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
         count = sum(counts)
         weights = 0.0 if run.offload == "parameters" else count * numbers.weight / run.degree
         sharded = count * numbers.gradient / run.degree if run.offload == "none" else 0.0
-        common = {
-            "parameters": weights + stack.pipeline_bytes.value * (count - sum(tables)) + ITEM * sum(tables),
+        fixed = {
             "data": float(data_bytes(run)), "optimizer": optimizer * count / share.parameters,
             "framework": float(run.framework_bytes),
         }  # fmt: skip
         for state in backward_states(rank, ranks, run.pipeline_chunks, run.micro_batches):
+            live = [chunk == state.chunk or done < run.micro_batches for chunk, done in enumerate(state.backwards)]
+            gathered = sum(
+                of_layers * (size - extra) + ITEM * extra
+                for size, extra, is_live in zip(counts, tables, live, strict=True)
+                if is_live
+            )
+            common = {"parameters": weights + gathered, **fixed}
             tensors, of_last = stage_tensors(run, stack, rank, state)
             inputs = kept * sum(
                 number * batches for number, batches in zip(layers[rank::ranks], state.kept, strict=True)
             )
             activations = inputs + boundary * tensors + copied + ITEM * of_last * logits(run)
             gradients = sharded if stack.gradients_stay.value else 0.0
-            gradients += WIDE * sum(size for size, done in zip(counts, state.backwards, strict=True) if done)
+            gradients += WIDE * sum(
+                size for size, done, is_live in zip(counts, state.backwards, live, strict=True) if done and is_live
+            )
             if state.is_start and rank + ranks * state.chunk == stages - 1:
                 add("loss", Breakdown(
                     **common, gradients=gradients, logits=logits(run) * loss_bytes(run, stack),
@@ -237,5 +247,5 @@ def pipeline_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
             add(moment, Breakdown(
                 **common, **passing, gradients=gradients + ITEM * share.layer, activations=activations + of_layer
             ))  # fmt: skip
-        add("update", Breakdown(**common, gradients=sharded))
+        add("update", Breakdown(**fixed, parameters=weights, gradients=sharded))
     return largest

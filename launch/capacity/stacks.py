@@ -80,7 +80,8 @@ class Stack:
     parallelism gathers `gather_bytes` per element of a product's input, and `tensor_exposed` is the share of its
     collectives that products do not hide. `repeats_last`: recomputation of a layer repeats its last product, whose
     output no backward reads. `merge` is None if kernels merge. `exposed`: attention does not hide its exchange.
-    `rotates`: K and V are gathered, and dK and dV go to a neighbor in each step, the last time to their owner. With an
+    `rotates`: K and V are gathered, and dK and dV go to a neighbor in each step, the last time to their owner.
+    `gathers_again`: recomputation of attention gathers K and V in addition to its backward. With an
     offloaded optimizer, the host of a machine updates a weight in `host_update` seconds, after backward.
 
     `figure` says which peak the stack's published tables have: allocated by tensors, or reserved by the allocator.
@@ -117,6 +118,7 @@ class Stack:
     merge: Fact[Merge | None]
     exposed: Fact[bool]
     rotates: Fact[bool]
+    gathers_again: Fact[bool]
     host_update: Fact[float]
     figure: Fact[str]
 
@@ -160,6 +162,7 @@ KERNELS: dict[str, Fact[dict[str, Rates]]] = {
 EAGER_LOGITS = "log-probabilities, their gradient and the logits' gradient in float32 (F.cross_entropy in eager mode)"
 NO_TABLE = "no rate of this stack was found; those of the hardware"
 NO_UPDATE = Fact(0.0, "no rate of this stack's optimizer on the host was found; not counted")
+NO_GATHER = Fact(True, "K and V are not gathered")
 IN_THE_OPEN = Fact(1.0, "a product waits for the whole collective")
 
 NORM_WIDE = Fact(1, f"{HF}, Qwen3RMSNorm: pow and the product keep the input in float32, one tensor")
@@ -225,6 +228,7 @@ TRL = Stack(
         "block, because functional collectives are asynchronous outside of torch.compile",
     ),
     rotates=Fact(True, f"{CP}: an all-gather of K and V; permute_tensor of dK and dV in each step"),
+    gathers_again=Fact(True, "torch.utils.checkpoint runs the whole forward of attention again"),
     host_update=NO_UPDATE,
     figure=Fact("allocated", "TRL, pull request 6846: GB of 1e9 bytes"),
 )
@@ -259,15 +263,17 @@ TORCHTITAN = Stack(
     reduce_bytes=Fact(6, f"{TITAN}, apply_fsdp: bf16 gradients, and the float32 input of reduce-scatter"),
     pipeline_bytes=Fact(
         1,
-        f"{TITAN}, apply_fsdp: no reshard with pipeline stages; llama3_405b.toml gathers weights of layers in Float8; "
-        "torch's stages reduce gradients only in the last micro batch, and FSDP2 accumulates in reduce_dtype (float32)",
+        f"{TITAN}, apply_fsdp: no reshard with pipeline stages; llama3_405b.toml gathers weights of layers in Float8, "
+        "which float8.py turns off if only the ranks of a ring share weights (data_parallel_shard_degree=1). torch "
+        "2.6, pipelining/schedules.py: a stage reduces gradients in its last micro batch; FSDP2 accumulates them in "
+        "reduce_dtype (float32), and then frees them and the gathered weights",
     ),
     outputs_stay=Fact(True, "torch's stages, until pytorch pull request 153383 (May 2025)"),
     short_ends=Fact(True, f"{TITAN}, pipelining_utils.py, generate_split_points: 126 layers are 15, six times 16, 15"),
     gradients_stay=Fact(True, f"{FSDP2}: shards come from the pool of the reduce stream, which stays reserved"),
     kernel=Fact("fa2", "SDPA's default of December 2024"),
     products=Fact(
-        {"h100-96": {4096: 573e12, 8192: 627e12, 16384: 691e12}},
+        {"h100-96": {4096: 573e12, 8192: 609e12, 16384: 678e12}},
         "Float8 products, with all launches of compiled layers, from runs that are not counted: 8B, 8,532 tokens/s "
         "(table 1, row 3); 70B, 809.8 (benchmarks/asyncTP_llama3_h100_2025-06); 405B without pipeline, 177 "
         "(docs/performance.md of August 2024)",
@@ -284,6 +290,11 @@ TORCHTITAN = Stack(
         "awaited as soon as it starts",
     ),
     rotates=TRL.rotates,
+    gathers_again=Fact(
+        False,
+        "torch 2.6, _functorch/partitioners.py, min_cut_rematerialization_partition: with cse (_functorch/config.py), "
+        "equal gathers of recomputation and backward become one. Counted for torch's ring on 2, 4 and 8 ranks",
+    ),
     host_update=NO_UPDATE,
     figure=Fact("reserved", f"{TITAN}, metrics.py: max_reserved_gib"),
 )
@@ -301,14 +312,15 @@ TORCHTITAN_EAGER = replace(
     ),
     gather_bytes=Fact(2, f"{TITAN}: Float8 needs torch.compile"),
     exposed=TRL.exposed,
+    gathers_again=TRL.gathers_again,
 )
 
 TORCHTITAN_ASYNC = replace(
     TORCHTITAN,
     name="torchtitan_async",
     tensor_exposed=Fact(
-        0.65,
-        "torch's fused products hide 35 % of the collectives: 405B without pipeline has 177 tokens/s without them, and "
+        0.61,
+        "torch's fused products hide 39 % of the collectives: 405B without pipeline has 177 tokens/s without them, and "
         "185 with them (torchtitan, docs/performance.md of August 2024), which is not counted",
     ),
 )
@@ -365,6 +377,7 @@ MEGATRON = Stack(
     merge=Fact(None, "TransformerEngine corrects outputs in one launch a step; not counted"),
     exposed=Fact(False, "TransformerEngine: the next block is received while one is computed"),
     rotates=Fact(False, "TransformerEngine: K, V, dK and dV travel together; hidden"),
+    gathers_again=NO_GATHER,
     host_update=NO_UPDATE,
     figure=Fact("allocated", "published tables have TFLOP/s only"),
 )
@@ -410,6 +423,7 @@ DEEPSPEED = Stack(
     merge=Fact(None, "all-to-all needs no merge"),
     exposed=Fact(True, f"{ULYSSES}: blocking all-to-alls; their bytes are counted as those of a ring, which are more"),
     rotates=Fact(False, f"{ULYSSES}: all-to-alls"),
+    gathers_again=NO_GATHER,
     host_update=Fact(
         10 / (72.7e9 / 4),
         "DeepSpeed issue 6834: about 10 s for Qwen's 72.7e9 weights on 4 nodes of A100, and 0.2 s without offload. Its "

@@ -213,20 +213,24 @@ def ring_bytes(run: TrainingSetup) -> RingBytes:
     forward, sums = layers * rows * run.numbers.activation, layers * rows * run.numbers.wide
     passes = 1 if run.recompute in ("none", "selective") else 2
     if hops and stack is not None and stack.rotates.value:
-        return RingBytes(hops * (passes + 1) * forward, run.ranks * sums)
+        gathers = passes + 1 if stack.gathers_again.value else 2
+        return RingBytes(hops * gathers * forward, run.ranks * sums)
     return RingBytes(hops * ((passes + 1) * forward + sums), 0.0)
 
 
 def tensor_bytes(run: TrainingSetup) -> float:
     """Return the bytes that a rank sends for tensor parallelism per micro batch, including recomputed layers.
 
-    Half of the collectives are gathers, which a stack may run in fewer bytes than scatters.
+    Half of the collectives are gathers, which a stack may run in fewer bytes than scatters. A layer that is recomputed
+    without its last product also lacks the scatter after it.
     """
     share = (run.tensor_ranks - 1) / run.tensor_ranks
-    passes = TENSOR_COLLECTIVES * (1 if run.recompute == "none" else 1.5)
-    layers, item = slowest_stage(run).layers, run.numbers.activation
-    gathered = STACKS[run.stack].gather_bytes.value if run.stack in STACKS else item
-    return passes * layers * run.rank_tokens * run.model.width * (item + gathered) / 2 * share
+    gathers = scatters = TENSOR_COLLECTIVES / 2 * (1 if run.recompute == "none" else 1.5)
+    layers, item, stack = slowest_stage(run).layers, run.numbers.activation, STACKS.get(run.stack)
+    gathered = item if stack is None else stack.gather_bytes.value
+    if stack is not None and run.recompute in ("full", "offloaded") and not stack.repeats_last.value:
+        scatters -= 1
+    return (gathers * gathered + scatters * item) * layers * run.rank_tokens * run.model.width * share
 
 
 def rates_of(run: TrainingSetup, machine: Hardware) -> Reached:

@@ -402,13 +402,12 @@ def pending_bytes(run: TrainingSetup, in_attention: bool) -> float:
     """Return the bytes of a layer's gradients that do not exist yet at the largest moment of its backward.
 
     In the backward of attention (`in_attention`), the gradients of the feed-forward exist, and with groups of heads
-    those of the projections too.
+    that of the output projection too. `projection_bytes` counts the sum over groups, which becomes a gradient.
     """
     if not in_attention:
         return run.share.layer * run.numbers.gradient
-    if run.head_groups > 1:
-        return 0
-    matrices = sum(matrix.parameters for matrix in run.model.attention_matrices)
+    projections, output = run.model.attention_matrices
+    matrices = projections.parameters + (0 if run.head_groups > 1 else output.parameters)
     return matrices / run.tensor_ranks * run.numbers.gradient
 
 
