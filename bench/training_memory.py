@@ -26,6 +26,7 @@ from ringattn.bench.options import parse
 from ringattn.bench.processes import run_in_processes
 from ringattn.bench.report import RESULTS, Say, Table, finish, mib, progress
 from ringattn.bench.storage_meter import StorageMeter
+from ringattn.engine import aten
 from ringattn.launch.capacity.account import Account, training_bytes
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup
@@ -53,12 +54,14 @@ class Sizes(NamedTuple):
 
 LONG = Sizes(16384, 2, 128, 8, 4, 256)
 """A long sequence for a small model, so that activations take most of the memory, as with millions of tokens."""
+BF16_TOKENS = 8192
+"""The tokens of a long sequence in bf16, whose arithmetic is slow on CPUs."""
 
 
 class Combination(NamedTuple):
     """The settings of one run. `tile_tokens` is the size of the tiles of the feed-forward and of the loss; 0: no tiles.
 
-    `is_long`: the sizes are those of `LONG` instead of the options.
+    `is_long`: the sizes are those of `LONG` instead of the options. `dtype`: that of activations.
     """
 
     recompute: str
@@ -67,13 +70,20 @@ class Combination(NamedTuple):
     head_groups: int = 1
     tile_tokens: int = 0
     is_long: bool = False
+    dtype: str = "fp32"
 
     def sizes(self, options: TrainingMemoryOptions) -> Sizes:
         """Return the sizes of the model and its sequence."""
+        if self.is_long:
+            return LONG if self.dtype == "fp32" else LONG._replace(tokens=BF16_TOKENS)
         model = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
-        return LONG if self.is_long else Sizes(options.length_tokens, *model)
+        return Sizes(options.length_tokens, *model)
 
 
+SWITCHES = (
+    ("none", 1, 0), ("none", 4, 0), ("full", 1, 64), ("full", 4, 64), ("offloaded", 4, 64),
+)  # fmt: skip
+"""Recompute, head groups and tiles of the long sequence."""
 COMBINATIONS = (
     *(Combination(recompute, "adamw", ranks) for ranks in (1, 2, 4) for recompute in ("none", "selective", "full")),
     Combination("none", "sgd", 2),
@@ -81,10 +91,13 @@ COMBINATIONS = (
     Combination("full", "adafactor", 2),
     *(
         Combination(recompute, "sgd", ranks, groups, tiles, is_long=True)
-        for recompute, groups, tiles in (
-            ("none", 1, 0), ("none", 4, 0), ("full", 1, 64), ("full", 4, 64), ("offloaded", 4, 64)
-        )
-        for ranks in (1, 2, 4, 8)
+        for recompute, groups, tiles in SWITCHES for ranks in (1, 2, 4, 8)
+    ),
+    Combination("none", "adamw", 1, dtype="bf16"),
+    Combination("full", "adamw", 2, dtype="bf16"),
+    *(
+        Combination(recompute, "sgd", ranks, groups, tiles, is_long=True, dtype="bf16")
+        for recompute, groups, tiles in SWITCHES for ranks in (2, 8)
     ),
 )  # fmt: skip
 BYTES = 256
@@ -93,13 +106,15 @@ BYTES = 256
 POINTS = 400
 """The number of points of a rank's history that are kept."""
 
-SAME_LOSS = 1e-5
-"""Largest relative difference of losses in float32: rings of different sizes sum in different orders."""
+SAME_LOSS = {"fp32": 1e-5, "bf16": 2**-8}
+"""Largest relative difference of losses: rings of different sizes sum in different orders. For bf16, its epsilon."""
+PRECISION = {"fp32": "fp32", "bf16": "bf16_cast"}
+"""The planner's name of a dtype."""
 
 
 @dataclass(frozen=True)
 class TrainingMemoryOptions:
-    """The options of the benchmark, which trains a float32 decoder for two steps.
+    """The options of the benchmark, which trains a decoder with float32 weights for two steps.
 
     The second step includes the optimizer state. Only the first `combinations` of `COMBINATIONS` run.
     """
@@ -119,7 +134,7 @@ def arguments_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
     sizes = run.sizes(options)._asdict()
     tiles = [f"tiled_mlp_tokens={run.tile_tokens}", f"chunked_loss_tokens={run.tile_tokens}"] if run.tile_tokens else []
     return [
-        *(f"{key}={getattr(run, key)}" for key in ("recompute", "optimizer", "ranks", "head_groups")),
+        *(f"{key}={getattr(run, key)}" for key in ("recompute", "optimizer", "ranks", "head_groups", "dtype")),
         *tiles, f"tokens={sizes.pop('tokens')}", *(f"model.{key}={size}" for key, size in sizes.items()),
         "steps=2", "warmup_steps=0", "learning_rate=1e-4",
     ]  # fmt: skip
@@ -130,7 +145,7 @@ def planned(run: Combination, options: TrainingMemoryOptions) -> Account:
     tokens, layers, dim, heads, kv_heads, hidden_dim = run.sizes(options)
     whole = TrainingSetup(
         ModelShape(layers, dim, heads, kv_heads, hidden_dim, BYTES, tied=True), tokens, run.ranks,
-        precision="fp32", optimizer=run.optimizer, recompute=run.recompute,
+        precision=PRECISION[run.dtype], optimizer=run.optimizer, recompute=run.recompute,
         head_groups=run.head_groups, tiled_mlp_tokens=run.tile_tokens, chunked_loss_tokens=run.tile_tokens,
         gradients_kept=False, data="whole",
     )  # fmt: skip
@@ -146,7 +161,8 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
     # Without this, glibc would keep freed tensors in its heap, and the resident size would include earlier use.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
     _stand_in_for_host_memory()
-    with StorageMeter() as storages:
+    _keep_half()
+    with StorageMeter(_inside_of_kernels) as storages:
         result = train(ring, load_train(arguments))
     return {
         "resident_bytes": result["memory_growth_bytes"][ring.rank],
@@ -160,12 +176,32 @@ def weigh_rank(ring: Ring, arguments: Sequence[str]) -> dict[str, Any]:
 def _stand_in_for_host_memory() -> None:
     """Copy inputs of layers to numpy arrays, which are the host memory of this process: the meter does not count them.
 
-    Bf16 is not measured, because the engine of a CPU casts queries, keys and values to float32.
+    The arrays have the bytes of a tensor, because numpy has no bf16.
     """
     stand_in: Any = tiled
     stand_in.check_device = lambda device, option: None
-    stand_in.to_host = lambda x: x.detach().numpy().copy()
-    stand_in.from_host = lambda array: tiled.DeviceCopy(torch.from_numpy(array).clone(), None)
+    stand_in.to_host = lambda x: (x.detach().contiguous().view(torch.uint8).numpy().copy(), x.dtype)
+    stand_in.from_host = lambda copy: tiled.DeviceCopy(torch.from_numpy(copy[0]).clone().view(copy[1]), None)
+
+
+def _keep_half() -> None:
+    """Give the attention of torch bf16 operands, as on a GPU. On a CPU they are cast to float32 otherwise."""
+    stand_in: Any = aten
+    stand_in.CPU = aten.CPU._replace(keeps_half=True)
+
+
+def _inside_of_kernels(op: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that cuDNN would take inside of an operator: its backward of attention in 16 bits.
+
+    It takes dQ in float32, and dK and dV of all query heads (cudnn-frontend, CompositeSDPABackwardNode).
+    """
+    if op is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return 0
+    _, q, k = args[:3]
+    if q.element_size() > 2:
+        return 0
+    whole_heads = 2 * 2 * k.numel() // k.shape[1] * q.shape[1] if q.shape[1] > k.shape[1] else 0
+    return 4 * q.numel() + whole_heads
 
 
 def largest_of_parts(values: Sequence[int], parts: int) -> list[int]:
@@ -192,16 +228,16 @@ def weigh(options: TrainingMemoryOptions, say: Say) -> list[dict[str, Any]]:
 
 
 def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
-    """Raise `GateError` unless the losses of the last record equal those of the first with the same sizes.
+    """Raise `GateError` unless the losses of the last record equal those of the first with the same sizes and dtype.
 
     With another optimizer, only the loss of the first step is compared.
     """
     last = records[-1]
-    first = next(record for record in records if record["is_long"] == last["is_long"])
+    first = next(record for record in records if all(record[key] == last[key] for key in ("is_long", "dtype")))
     same = 2 if last["optimizer"] == first["optimizer"] else 1
     for rank in last["by_rank"]:
         for expected, loss in zip(first["by_rank"][0]["losses"][:same], rank["losses"], strict=False):
-            if not abs(loss - expected) <= SAME_LOSS * expected:
+            if not abs(loss - expected) <= SAME_LOSS[last["dtype"]] * expected:
                 raise GateError(f"{name}: loss {loss}, {expected} expected; nothing is measured")
 
 
@@ -209,13 +245,15 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
     """Return the table of all combinations."""
     result = Table(
         f"Peak growth of the largest rank in training, MiB; {options.length_tokens} tokens in all, "
-        f"{options.layers} layers of {options.dim}; long: {LONG.tokens} tokens, {LONG.layers} layers of {LONG.dim}",
-        ("recompute", "head groups", "tiles", "optimizer", "long", "ranks", "kept", "predicted", "storages",
+        f"{options.layers} layers of {options.dim}; long: {LONG.tokens} tokens ({BF16_TOKENS} in bf16), {LONG.layers} "
+        f"layers of {LONG.dim}",
+        ("dtype", "recompute", "head groups", "tiles", "optimizer", "long", "ranks", "kept", "predicted", "storages",
          "predicted / storages", "resident"),
         notes=[
             "- kept: weights, gradients and optimizer state of a rank. storages: torch's, by a dispatch mode.",
             "- tiles: tokens of a tile of the feed-forward and of a chunk of the loss. offloaded: the inputs of layers "
-            "are in numpy arrays, which storages do not count.",
+            "are in numpy arrays, which storages do not count. bf16: attention has bf16 operands and "
+            "takes the memory of cuDNN's backward, as on a GPU.",
         ],
     )  # fmt: skip
     for record in records:
@@ -223,7 +261,7 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
             max(rank[key] for rank in record["by_rank"]) for key in ("kept_bytes", "storage_bytes", "resident_bytes")
         )
         predicted = record["predicted_bytes"]
-        settings = (str(record[key]) for key in ("recompute", "head_groups", "tile_tokens", "optimizer"))
+        settings = (str(record[key]) for key in ("dtype", "recompute", "head_groups", "tile_tokens", "optimizer"))
         sizes = mib(kept), mib(predicted), mib(storages), f"{predicted / storages:.3f}", mib(resident)
         result.rows.append((*settings, "long" if record["is_long"] else "", str(record["ranks"]), *sizes))
     return result
@@ -234,7 +272,8 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
 
 def shown(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the runs of the long sequence on 2 ranks, or else the last run."""
-    return [record for record in records if record["is_long"] and record["ranks"] == 2] or list(records[-1:])
+    long = [record for record in records if record["is_long"] and record["ranks"] == 2 and record["dtype"] == "fp32"]
+    return long or list(records[-1:])
 
 
 def history_figure(records: Sequence[dict[str, Any]]) -> Figure:

@@ -316,7 +316,7 @@ def test_predicted_peaks_match_measured_peaks(change: dict[str, Any], monkeypatc
 
 
 def test_differing_losses_stop_the_benchmark() -> None:
-    plain = {"is_long": False}
+    plain = {"is_long": False, "dtype": "fp32"}
 
     def record(optimizer: str, *losses: float) -> dict[str, Any]:
         return {**plain, "optimizer": optimizer, "by_rank": [{"losses": [5.0, 4.0]}, {"losses": list(losses)}]}
@@ -332,16 +332,22 @@ def test_differing_losses_stop_the_benchmark() -> None:
 @pytest.mark.slow
 def test_training_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = training_memory.Combination
-    runs = make("none", "adamw", 1), make("full", "sgd", 2), make("offloaded", "sgd", 1)
+    runs = (
+        make("none", "adamw", 1),
+        make("full", "sgd", 2),
+        make("offloaded", "sgd", 1),
+        make("full", "sgd", 2, dtype="bf16"),
+    )
     monkeypatch.setattr(training_memory, "COMBINATIONS", runs)
     data = training_memory.main([f"results={tmp_path}"])
-    one_rank, two_ranks, on_host = data["runs"]
+    one_rank, two_ranks, on_host, half = data["runs"]
     assert len(two_ranks["by_rank"]) == 2
     for rank in (*one_rank["by_rank"], *two_ranks["by_rank"]):
         assert rank["resident_bytes"] >= 0.9 * rank["storage_bytes"] > rank["kept_bytes"]
     assert two_ranks["by_rank"][0]["storage_bytes"] < one_rank["by_rank"][0]["storage_bytes"] / 2
-    (storages,) = (rank["storage_bytes"] for rank in on_host["by_rank"])  # the resident size includes the host memory
-    assert on_host["predicted_bytes"] == pytest.approx(storages, rel=0.03)
+    for record in (on_host, half):  # the resident size includes the host memory
+        storages = max(rank["storage_bytes"] for rank in record["by_rank"])
+        assert record["predicted_bytes"] == pytest.approx(storages, rel=0.03)
     for record in (one_rank, two_ranks):
         largest = max(rank["resident_bytes"] for rank in record["by_rank"])
         assert record["predicted_bytes"] == pytest.approx(largest, rel=0.1)
