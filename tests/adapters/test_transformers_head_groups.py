@@ -119,6 +119,14 @@ def test_copies_of_a_model_attend_in_groups_too() -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_model_has_the_same_gradients() -> None:
+    model, batch = prepared("llama", 2), BATCHES["plain"]
+    compiled = torch.compile(model, backend="aot_eager")
+    loss = compiled(**batch, num_items_in_batch=labels_of(batch)).loss
+    assert worst(gradients(model, loss), called(prepared("llama", None))[1]) < EXACT
+
+
+@pytest.mark.slow
 def test_the_peak_of_memory_is_lower() -> None:
     tokens = torch.arange(512)[None] % 64
     sizes = {"max_position_embeddings": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}

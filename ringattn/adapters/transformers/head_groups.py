@@ -119,6 +119,7 @@ class GroupedAttention(nn.Module):
         module.add_module(NAME, self)
         module.forward = self.run
 
+    @torch.compiler.disable
     def run(self, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
         """Return the result of the attention module."""
         gather_for(self, self.whole[0].parameters())
