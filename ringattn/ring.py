@@ -20,8 +20,8 @@ from ringattn import dilated
 from ringattn.attention import attend, plan_passes
 from ringattn.batch import MicroBatch, make_batch
 from ringattn.core.dilation import Dilated, Offset, check
-from ringattn.core.layout import PLACED, LayoutName, Purpose, causal_documents, make_layout
-from ringattn.core.mask import AttentionMask, make_mask
+from ringattn.core.layout import PLACED, LayoutName, Purpose
+from ringattn.core.mask import AttentionMask
 from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wire_name
 from ringattn.dilated import BranchGradient, Tail
 from ringattn.engine.base import Engine
@@ -35,7 +35,7 @@ from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, Profi
 from ringattn.observe.spans import Recording, new_recording
 from ringattn.options import AttentionKeywords, AttentionOptions, check_dropout_seed, takes_options
 from ringattn.planner.cluster import Cluster, cluster_of
-from ringattn.planner.layouts import suits_at_once
+from ringattn.planner.layouts import layout_of
 from ringattn.planner.memory import MemoryPlan
 from ringattn.planner.plan import placements
 from ringattn.planner.states import StateSizes
@@ -252,21 +252,7 @@ class Ring(Runtime):
                 f"schedule={schedule!r} decides where layout='documents' or 'mask' places tokens; layout={layout!r} "
                 "does not depend on it: name the schedule in the call only"
             )
-        placed_for = None
-        if layout == "documents" and documents is not None:
-            placed_for = causal_documents(documents)
-        elif layout == "mask" and mask is not None:
-            if for_ not in ("causal", "full"):
-                raise InputError(f"for_={for_!r}: layout='mask' places tokens for causal or full")
-            placed_for = make_mask(
-                length, length, causal=for_ == "causal" and mask.takes_causal, mask=mask, documents=documents,
-                kv_documents=documents, q_heads=mask.q_heads or 1,
-            )  # fmt: skip
-        at_once = placed_for is not None and suits_at_once(placed_for, length, self.world_size, schedule, self.machines)
-        ranks_per_node = self.machines.ranks_of_equal_nodes(self.world_size) if at_once else 0
-        token_layout = make_layout(
-            layout, length, self.world_size, documents, for_, at_once, placed_for, ranks_per_node
-        )
+        token_layout = layout_of(layout, length, self.world_size, documents, for_, mask, schedule, self.machines)
         return Sequence(self, token_layout, documents, mask)
 
     def batch(

@@ -1,6 +1,7 @@
-"""Compare layouts for a call by balance and predicted time. This is advice only: the caller chooses the layout.
+"""The layout of a sequence, and a comparison of layouts for a call by balance and predicted time.
 
-Placed tokens have two placements (`ringattn.core.placement`); `suits_at_once` says which of them suits a schedule.
+The comparison is advice only: the caller chooses the layout. Placed tokens have two placements
+(`ringattn.core.placement`); `suits_at_once` says which of them suits a schedule.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ringattn.core.areas import areas_of
-from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, make_layout
-from ringattn.core.mask import Mask
+from ringattn.core.bounded_cache import bounded
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, causal_documents, make_layout
+from ringattn.core.mask import AttentionMask, Mask, make_mask
 from ringattn.core.placement import placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.core.tiling import tiles_of
+from ringattn.errors import InputError
 from ringattn.planner.candidates import RING, excess, is_named, playable, played
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import Cluster
@@ -34,6 +37,36 @@ Beyond this, schedules that hide their messages behind steps are predicted faste
 RECEIVED_UNKNOWN = 1.0
 """The same on unknown machines, where bytes decide. Up to this limit, tokens placed at once send half of the bytes of
 tokens placed for steps, in fewer messages (decision 0058)."""
+
+
+@bounded
+def layout_of(
+    name: str,
+    length: int,
+    ranks: int,
+    documents: Documents,
+    purpose: str,
+    mask: AttentionMask | None,
+    schedule: str,
+    machines: Cluster,
+) -> Layout:
+    """Return the layout of a sequence of `length` tokens; see `Ring.sequence`. Equal arguments give the same object.
+
+    Raises `InputError` where `make_layout` does, and for a purpose that placing tokens for a mask does not have.
+    """
+    placed_for = None
+    if name == "documents" and documents is not None:
+        placed_for = causal_documents(documents)
+    elif name == "mask" and mask is not None:
+        if purpose not in ("causal", "full"):
+            raise InputError(f"for_={purpose!r}: layout='mask' places tokens for causal or full")
+        placed_for = make_mask(
+            length, length, causal=purpose == "causal" and mask.takes_causal, mask=mask, documents=documents,
+            kv_documents=documents, q_heads=mask.q_heads or 1,
+        )  # fmt: skip
+    at_once = placed_for is not None and suits_at_once(placed_for, length, ranks, schedule, machines)
+    ranks_per_node = machines.ranks_of_equal_nodes(ranks) if at_once else 0
+    return make_layout(name, length, ranks, documents, purpose, at_once, placed_for, ranks_per_node)
 
 
 def suits_at_once(mask: Mask, length: int, ranks: int, schedule: str, machines: Cluster) -> bool:
