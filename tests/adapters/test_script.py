@@ -188,7 +188,8 @@ def test_deepspeed_is_replaced_when_it_is_imported(
 ) -> None:
     (tmp_path / "deepspeed.py").write_text("def initialize(model): return 'plain', model")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # so that the module of this test does not stay afterwards
+    monkeypatch.delitem(sys.modules, "deepspeed")
     monkeypatch.setattr(auto.deepspeed, "initialize", lambda model, **options: (options, model))
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("from deepspeed import initialize; result = initialize(5)", names)

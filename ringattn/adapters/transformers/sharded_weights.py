@@ -30,10 +30,10 @@ def gather_at_once(modules: Iterable[nn.Module]) -> None:
     It has no effect unless DeepSpeed is imported and its engine is created later. Each module has to be called with
     one input by position, which needs a gradient if a weight does (`refuse_separate_gathers`).
     """
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is not None:
+    utils = sys.modules.get("deepspeed.utils")
+    if utils is not None:
         for module in modules:
-            deepspeed.utils.set_z3_leaf_module(module, True)
+            utils.set_z3_leaf_module(module, True)
 
 
 def refuse_separate_gathers(module: nn.Module, x: Tensor, option: str) -> None:
@@ -41,7 +41,7 @@ def refuse_separate_gathers(module: nn.Module, x: Tensor, option: str) -> None:
     sharded = [weight for weight in module.parameters() if hasattr(weight, "ds_id")]
     if not sharded:
         return
-    if not all(sys.modules["deepspeed"].utils.z3_leaf_parameter(weight) for weight in sharded):
+    if not all(sys.modules["deepspeed.utils"].z3_leaf_parameter(weight) for weight in sharded):
         raise UnsupportedError(
             f"{option}: DeepSpeed's ZeRO 3 gathers the weights of each part of {type(module).__name__} by itself; "
             "import deepspeed before prepare(), and create its engine afterwards"
