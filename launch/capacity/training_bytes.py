@@ -485,12 +485,13 @@ def tile_bytes(run: TrainingSetup) -> float:
 def projection_bytes(run: TrainingSetup) -> float:
     """Return the bytes of the tile that backward projects again for a group of heads, and of weight gradients.
 
-    Of the norm, five wide tensors exist at the same time, and one more if activations are narrower. The gradient of the
-    projection's weight exists three times: summed over tiles, summed over groups, and of one tile.
+    Of the norm, five wide tensors exist at the same time, and if activations are narrower, one of theirs too. The
+    gradient of the projection's weight exists three times: summed over tiles, summed over groups, and of one tile.
     """
     shape, numbers = run.model, run.numbers
     projections, _ = shape.attention_matrices
-    norm = (5 + (numbers.activation < numbers.wide)) * numbers.wide * shape.width
+    narrow = numbers.activation if numbers.activation < numbers.wide else 0
+    norm = (5 * numbers.wide + narrow) * shape.width
     tile = norm + numbers.activation * projections.rows // (run.head_groups * run.tensor_ranks)
     weights = projections.parameters / run.tensor_ranks * (2 * numbers.wide + numbers.gradient)
     return min(PROJECTION_ROWS, run.rank_tokens) * tile + weights
