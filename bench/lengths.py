@@ -31,6 +31,7 @@ from ringattn.core.mask import make_mask
 from ringattn.core.placement import placed_at_once
 from ringattn.core.problem import Problem
 from ringattn.errors import InputError
+from ringattn.integers import whole_number
 from ringattn.launch.capacity.hardware import hardware
 from ringattn.planner.choose import choose_route, plan_of
 from ringattn.planner.cluster import CLUSTERS, Cluster, attention_s
@@ -117,10 +118,15 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class LengthsOptions:
-    """The options of the benchmark. `seeds`: the number of batches for each distribution and number of ranks."""
+    """The options of the benchmark.
+
+    `seeds`: the number of batches for each distribution and number of ranks. `tokens_scale`: the tokens of a rank, as a
+    multiple of those of the distribution; documents may be longer by the same factor.
+    """
 
     ranks: tuple[int, ...] = (8, 16, 32, 64)
     seeds: int = 3
+    tokens_scale: int = 1
     cluster: str = "h100"
     results: str = RESULTS
 
@@ -256,6 +262,7 @@ def measure(lengths: Distribution, ranks: int, seed: int, cluster: Cluster) -> F
 def main(arguments: Sequence[str]) -> dict[str, Any]:
     """Run, print, save and return the record."""
     options = parse(LengthsOptions(), arguments)
+    whole_number(options.tokens_scale, "tokens_scale must be a whole number", 1)
     for lengths, ranks in product(DISTRIBUTIONS, options.ranks):
         if ranks % lengths.group:
             raise InputError(
@@ -266,7 +273,8 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     with progress("lengths") as say:
         for lengths, ranks in product(DISTRIBUTIONS, options.ranks):
             say(f"{lengths.name}, {ranks} ranks")
-            batches = [measure(lengths, ranks, seed, cluster) for seed in range(options.seeds)]
+            scaled = replace(lengths, tokens=lengths.tokens * options.tokens_scale)
+            batches = [measure(scaled, ranks, seed, cluster) for seed in range(options.seeds)]
             drawn[lengths.name, ranks] = batches
             data[f"{lengths.name} {ranks}"] = [figures._asdict() for figures in batches]
     finish(

@@ -652,6 +652,8 @@ def test_the_figures_of_a_batch() -> None:
 def test_static_groups_must_divide_the_ranks(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ranks=12: must be a multiple of 8, the static group of WLB-LLM"):
         lengths.main(["ranks=12", "seeds=1", f"results={tmp_path}"])
+    with pytest.raises(InputError, match="tokens_scale must be a whole number, got 0"):
+        lengths.main(["ranks=8", "seeds=1", "tokens_scale=0", f"results={tmp_path}"])
 
 
 # --- loss of speed from SMs that are reserved for exchanges ----------------------------------------------------------
