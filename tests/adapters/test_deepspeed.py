@@ -60,9 +60,13 @@ def test_an_engine_of_whole_batches_equals_as_many_processes_as_rings(rings: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_options_for_less_memory(reentrant: bool | None) -> None:
-    check(f"engine, less memory, reentrant {reentrant}", 1, "2", "3")
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [("reentrant None", ("3",)), ("reentrant False", ("2", "3")), ("reentrant True", ("3",)), ("two calls", ("3",))],
+    ids=str,
+)
+def test_options_for_less_memory(kind: str, zero: tuple[str, ...]) -> None:
+    check(f"engine, less memory, {kind}", 1, *zero)
 
 
 @pytest.mark.slow

@@ -171,3 +171,7 @@ def test_wrong_numbers_and_calls_are_refused() -> None:
     hooked.model.layers[1].self_attn.o_proj.register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedError, match=r"^head_groups: a projection has hooks, a forward"):
         hooked(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    replaced = prepared("llama", 2)
+    replaced.model.layers[1].self_attn.q_proj = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    with pytest.raises(UnsupportedError, match=r"^head_groups: a projection was replaced by a Sequential after"):
+        replaced(input_ids=torch.ones(1, 4, dtype=torch.int64))

@@ -142,7 +142,7 @@ class GroupedAttention(nn.Module):
         parallel = _tensor_parallel(module)
         if parallel is None:
             refuse_extended([getattr(module, name) for name in (*PROJECTIONS, OUTPUT)], "head_groups")
-        weights = {name: local(weight) for name, weight in module.named_parameters()}
+        weights = {name: local(weight) for name, weight in module.named_parameters(remove_duplicate=False)}
         norms = [weight for name, weight in weights.items() if name.partition(".")[0] in NORMS]
         projections = {name: (weights[f"{name}.weight"], weights.get(f"{name}.bias")) for name in PROJECTIONS}
         out_weight, out_bias = weights[f"{OUTPUT}.weight"], weights.get(f"{OUTPUT}.bias")
@@ -156,7 +156,7 @@ class GroupedAttention(nn.Module):
         if parallel is None:
             return in_head_groups(heads, hidden_states, inside, out_weight, out_bias), None
         out = parallel.summed(in_head_groups(heads, parallel.replicated(hidden_states), inside, out_weight))
-        return out if out_bias is None else out + out_bias, None
+        return out if out_bias is None else out + out_bias.to(out.dtype), None
 
     def view(self, projections: dict[str, tuple[Tensor, Tensor | None]], group: int) -> Any:
         """Return a copy of the module that has only the heads of a group, of projections with these tensors."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -23,13 +24,21 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
 from ringattn.adapters.transformers.head_groups import grouped_attention
-from ringattn.adapters.transformers.sharded_weights import gather_at_once, gathers_columns, refuse_separate_gathers
+from ringattn.adapters.transformers.sharded_weights import (
+    gather_for,
+    gathers_columns,
+    refuse_partitioned,
+    without_hooks,
+)
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.integers import whole_number
 from ringattn.layers.tiled import Tiling, check_device, inputs_on_host, tiled
 
 FEED_FORWARDS = ("mlp", "feed_forward")
 """Names of the feed-forward in decoder layers of transformers."""
+
+TILES = "ringattn_tiles"
+"""The name of the part of a feed-forward that computes it in tiles."""
 
 LOSS = "ForCausalLMLoss"
 
@@ -78,9 +87,8 @@ def save_memory(
     # Changes begin here, after all refusals, so a refused model is unchanged.
     for grouped in attention:
         grouped.install()
-    gather_at_once(parts)
     for part in parts:
-        part.forward = TiledForward(part.forward, part, tiled_mlp or 0)
+        TiledForward(part, tiled_mlp or 0).install()
     if chunks is not None:
         chunks.install()
     if saving.offload_checkpoints and not before.offload_checkpoints:
@@ -100,23 +108,46 @@ def refuse_logits(model: Any, what: str) -> None:
 # --- feed-forwards ---------------------------------------------------------------------------------------------------
 
 
-class TiledForward:
-    """A feed-forward's `forward` that computes one tile of tokens at a time."""
+class TiledForward(nn.Module):
+    """A feed-forward's forward that computes one tile of tokens at a time.
 
-    def __init__(self, forward: Callable[..., Tensor], part: nn.Module, tokens: int) -> None:
-        self.forward, self.part, self.tokens = forward, part, tokens
+    It is a part of the feed-forward, without weights. ZeRO 3 gathers the weights of the feed-forward for calls of this
+    one, because ranks may have different numbers of tiles.
+    """
 
-    def __call__(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+    def __init__(self, part: nn.Module, tokens: int) -> None:
+        super().__init__()
+        self.whole = (part,)  # not as a part of this module, because this one is a part of it
+        self.plain, self.tokens = part.forward, tokens
+
+    def install(self) -> None:
+        """Replace the forward of the feed-forward."""
+        (part,) = self.whole
+        part.add_module(TILES, self)
+        part.forward = self.run
+
+    @torch.compiler.disable
+    def run(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
         """Return the feed-forward of (batch, tokens, dim), in the same shape."""
+        (part,) = self.whole
         if others or named:
             raise UnsupportedError(
-                f"tiled_mlp: {type(self.part).__name__} takes more arguments than hidden states, which cannot be "
+                f"tiled_mlp: {type(part).__name__} takes more arguments than hidden states, which cannot be "
                 "tiled; leave tiled_mlp out"
             )
-        refuse_separate_gathers(self.part, hidden_states, "tiled_mlp")
+        gather_for(self, part.parameters())
+        out: Tensor = self(hidden_states)
+        return out
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Compute the feed-forward with gathered weights."""
+        (part,), forward = self.whole, self.plain
+        refuse_partitioned(part, "tiled_mlp")
+        if any(hasattr(weight, "ds_id") for weight in part.parameters()):
+            forward = partial(type(part).forward, without_hooks(part, "tiled_mlp"))
         # A feed-forward of transformers expects a batch dimension.
-        tiling = Tiling(lambda rows: self.forward(rows[None])[0], self.tokens, draws=self.part.training)
-        return tiled(tiling, hidden_states, list(self.part.parameters()))
+        tiling = Tiling(lambda rows: forward(rows[None])[0], self.tokens, draws=part.training)
+        return tiled(tiling, hidden_states, list(part.parameters()))
 
 
 def _feed_forwards(model: Any) -> list[nn.Module]:

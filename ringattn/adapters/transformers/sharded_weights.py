@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -24,37 +23,11 @@ from ringattn.errors import UnsupportedError
 # --- ZeRO 3 ----------------------------------------------------------------------------------------------------------
 
 
-def gather_at_once(modules: Iterable[nn.Module]) -> None:
-    """Let ZeRO 3 gather all weights of a module for a call of it, not those of each part for a call of the part.
-
-    It has no effect unless DeepSpeed is imported and its engine is created later. Each module has to be called with
-    one input by position, which needs a gradient if a weight does (`refuse_separate_gathers`).
-    """
-    utils = sys.modules.get("deepspeed.utils")
-    if utils is not None:
-        for module in modules:
-            utils.set_z3_leaf_module(module, True)
-
-
-def refuse_separate_gathers(module: nn.Module, x: Tensor, option: str) -> None:
-    """Raise `UnsupportedError` if ZeRO 3 shards weights of `module`, and `gather_at_once` does not work for input x."""
-    sharded = [weight for weight in module.parameters() if hasattr(weight, "ds_id")]
-    if not sharded:
-        return
-    if not all(sys.modules["deepspeed.utils"].z3_leaf_parameter(weight) for weight in sharded):
-        raise UnsupportedError(
-            f"{option}: DeepSpeed's ZeRO 3 gathers the weights of each part of {type(module).__name__} by itself; "
-            "import deepspeed before prepare(), and create its engine afterwards"
-        )
-    if torch.is_grad_enabled() and not x.requires_grad and any(weight.requires_grad for weight in sharded):
-        raise UnsupportedError(
-            f"{option}: {type(module).__name__} has weights to train but its input needs no gradient, and then "
-            f"DeepSpeed's ZeRO 3 loses their gradients; leave {option} out, or use ZeRO 2"
-        )
-
-
 def gather_for(module: nn.Module, weights: Iterable[nn.Parameter]) -> None:
-    """Let ZeRO 3 gather these weights of other modules for calls of `module`, if it shards them."""
+    """Let ZeRO 3 gather these weights of other modules for calls of `module`, if it shards them.
+
+    `module` has to be part of the model when the engine is created.
+    """
     for weight in weights:
         if hasattr(weight, "ds_id"):
             sys.modules["deepspeed"].zero.register_external_parameter(module, weight)
@@ -67,6 +40,24 @@ def refuse_partitioned(module: nn.Module, option: str) -> None:
             f"{option}: DeepSpeed's ZeRO 3 has not gathered the weights of {type(module).__name__}; call prepare() "
             "before the engine is created"
         )
+
+
+def without_hooks(module: nn.Module, option: str) -> nn.Module:
+    """Return a copy of `module`, with the same tensors, whose parts are called without the hooks of ZeRO 3.
+
+    Raises `UnsupportedError` if a part has other hooks or a forward that was replaced, which would be ignored.
+    """
+    parts: dict[str, Any] = {}
+    for name, part in module.named_children():
+        if _has_hooks(part) or "forward" in vars(part):
+            raise UnsupportedError(
+                f"{option}: with DeepSpeed's ZeRO 3, a hook or a replaced forward of {name} would be ignored; remove it"
+            )
+        parts[name] = without_hooks(part, option) if list(part.children()) else part.forward
+    view: nn.Module = object.__new__(type(module))
+    vars(view).update({name: value for name, value in vars(module).items() if name != "forward"})
+    vars(view)["_modules"] = {**module._modules, **parts}
+    return view
 
 
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
@@ -110,6 +101,9 @@ def gathers_columns(linear: nn.Module) -> bool:
 def refuse_extended(projections: Iterable[nn.Module], option: str) -> None:
     """Raise `UnsupportedError` if a call of a projection does more than a linear layer with a whole weight."""
     for projection in projections:
+        if type(projection) is not nn.Linear:
+            kind = type(projection).__name__
+            raise UnsupportedError(f"{option}: a projection was replaced by a {kind} after prepare(); prepare it later")
         if "forward" in vars(projection) or _has_hooks(projection) or isinstance(projection.weight, DTensor):
             raise UnsupportedError(
                 f"{option}: a projection has hooks, a forward that was replaced, or a sharded weight, which would be "
