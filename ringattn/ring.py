@@ -20,7 +20,7 @@ from ringattn import dilated
 from ringattn.attention import attend, plan_passes
 from ringattn.batch import MicroBatch, make_batch
 from ringattn.core.dilation import Dilated, Offset, check
-from ringattn.core.layout import PLACED, LayoutName, Purpose
+from ringattn.core.layout import PLACED, PURPOSES, LayoutName, Purpose, make_layout
 from ringattn.core.mask import AttentionMask
 from ringattn.core.problem import EIGHT_BIT, FLOATS, EightBitName, FloatName, wire_name
 from ringattn.dilated import BranchGradient, Tail
@@ -35,7 +35,7 @@ from ringattn.observe.memory import Action, Level, MemoryMonitor, Profile, Profi
 from ringattn.observe.spans import Recording, new_recording
 from ringattn.options import AttentionKeywords, AttentionOptions, check_dropout_seed, takes_options
 from ringattn.planner.cluster import Cluster, cluster_of
-from ringattn.planner.layouts import layout_of
+from ringattn.planner.layouts import placed_layout
 from ringattn.planner.memory import MemoryPlan
 from ringattn.planner.plan import placements
 from ringattn.planner.states import StateSizes
@@ -252,7 +252,12 @@ class Ring(Runtime):
                 f"schedule={schedule!r} decides where layout='documents' or 'mask' places tokens; layout={layout!r} "
                 "does not depend on it: name the schedule in the call only"
             )
-        token_layout = layout_of(layout, length, self.world_size, documents, for_, mask, schedule, self.machines)
+        if layout in PLACED and for_ in PURPOSES:
+            token_layout = placed_layout(
+                layout, length, self.world_size, documents, for_, mask, str(schedule), self.machines
+            )
+        else:
+            token_layout = make_layout(layout, length, self.world_size, documents, for_)
         return Sequence(self, token_layout, documents, mask)
 
     def batch(

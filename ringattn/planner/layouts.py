@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ringattn.core.areas import areas_of
 from ringattn.core.bounded_cache import bounded
-from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, PLACED, PURPOSES, Layout, causal_documents, make_layout
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Layout, causal_documents, make_layout
 from ringattn.core.mask import AttentionMask, Mask, make_mask
 from ringattn.core.placement import placed_at_once
 from ringattn.core.problem import Problem
@@ -39,7 +39,8 @@ RECEIVED_UNKNOWN = 1.0
 tokens placed for steps, in fewer messages (decision 0058)."""
 
 
-def layout_of(
+@bounded
+def placed_layout(
     name: str,
     length: int,
     ranks: int,
@@ -49,26 +50,10 @@ def layout_of(
     schedule: str,
     machines: Cluster,
 ) -> Layout:
-    """Return the layout of a sequence of `length` tokens; see `Ring.sequence`. Equal placed layouts are one object.
+    """Return the layout of `PLACED` for a sequence of `length` tokens; see `Ring.sequence`.
 
     Raises `InputError` where `make_layout` does, and for a purpose that placing tokens for a mask does not have.
     """
-    if name in PLACED and purpose in PURPOSES:
-        return _placed(name, length, ranks, documents, purpose, mask, str(schedule), machines)
-    return make_layout(name, length, ranks, documents, purpose)
-
-
-@bounded
-def _placed(
-    name: str,
-    length: int,
-    ranks: int,
-    documents: Documents,
-    purpose: str,
-    mask: AttentionMask | None,
-    schedule: str,
-    machines: Cluster,
-) -> Layout:
     placed_for = None
     if name == "documents" and documents is not None:
         placed_for = causal_documents(documents)
