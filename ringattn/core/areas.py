@@ -156,6 +156,13 @@ class Areas(ABC):
         inside = (positions - self.edges[item]).astype(self.before.dtype)
         return self.before[item] + self.depths[item] * inside + self.slopes[item] * (inside * (inside + 1) // 2)
 
+    def pairs_by_rank(self, placement: Pieces) -> np.ndarray:
+        """Return the number of pairs of each rank in a placement."""
+        start, stop, rank, ranks = placement
+        pairs = np.zeros(ranks, self.before.dtype)
+        np.add.at(pairs, rank, self.pairs_before(stop) - self.pairs_before(start))
+        return pairs
+
     @property
     @abstractmethod
     def reads(self) -> list[int]:
@@ -239,10 +246,10 @@ class AreasOfMask(Areas):
 
     def load(self, placement: Pieces | Shards) -> Load:
         """See `Areas.load`."""
-        start, stop, rank, ranks = placement if isinstance(placement, Pieces) else Pieces.of(placement)
+        pieces = placement if isinstance(placement, Pieces) else Pieces.of(placement)
+        start, stop, rank, ranks = pieces
         wide = self.length + 1
-        pairs = np.zeros(ranks, self.before.dtype)
-        np.add.at(pairs, rank, self.pairs_before(stop) - self.pairs_before(start))
+        pairs = self.pairs_by_rank(pieces)
         row, index, first, end = self.meeting(start, stop)
         k, k_stop = self.read(row, first, end)
         used = k < k_stop
@@ -309,6 +316,18 @@ class AreasOfPart(Areas):
         self.length, self.slopes = int(self.edges[-1]), whole.slopes[self._item]
         self.depths = whole.depths[self._item] + self.slopes * (self._first - whole.edges[self._item])
         self.others = Pieces.of(others)
+
+    @property
+    def sharing_pairs(self) -> int:
+        """The pairs of items with a slope that the node does not have whole, or that read such items."""
+        tokens = np.bincount(self._item, np.diff(self.edges), len(self.whole.slopes))
+        incomplete = tokens < np.diff(self.whole.edges)
+        shares = incomplete[self._item]
+        if any(self.whole.reads):
+            outside = sum(1 << item for item in np.flatnonzero(incomplete).tolist())
+            reads = [self.whole.reads[item] & outside > 0 for item in self._item.tolist()]
+            shares |= np.array(reads, bool)
+        return int(np.diff(self.before)[shares & (self.slopes != 0)].sum())
 
     @cached_property
     def reads(self) -> list[int]:

@@ -85,9 +85,13 @@ def _filled(areas: Areas, ranks: int) -> Iterator[Pieces]:
 # --- placement for schedules that receive all rows at once: the fewest rows sent --------------------------------------
 
 
-SPREAD = Choice(0.002, 1.0, 0.0, even=1.0)
-"""The ranks of a node have equally many first tokens of each long document, which other nodes read. A single owner
-would send them all through its own link to other nodes."""
+SPREADS = tuple(Choice(0.002, 1.0, 0.0, even=even) for even in (1.0, 0.5, 0.25))
+"""The ranks of a node have equal parts of each long item, which is cut zigzag over them. The choices are tried in
+order until one is even."""
+MUCH_CUT = 0.05
+"""Share of a node's pairs. If items that it shares with other nodes have more, the ranks of the node get equal parts of
+long items. They then end each step together, so that none waits for rows of another node that a rank passes on late,
+and no single owner sends all first tokens of a long item to other nodes."""
 EVEN = 1.005
 """Largest ratio of a rank's pairs to the mean that counts as even. Of all even placements, the one with the fewest rows
 is used."""
@@ -113,6 +117,7 @@ def placed_at_once(
 
     Of all even placements that the search tries, it is the one that sends the fewest rows. Inside one of several nodes,
     the rows of the busiest rank count as much as all rows, and rows that it sends to other nodes count `ACROSS` times.
+    A node that shares long items with others gives its ranks equal parts of them instead (decision 0060).
     `ranks_per_node`: each node has this number of neighbouring ranks; 0 if there is one node. `even`: the largest ratio
     of pairs to the mean that counts as even, of nodes and of the ranks of a node. `fills`: the number of tries of the
     search, times ranks.
@@ -131,8 +136,21 @@ def placed_at_once(
     shards: list[tuple[Piece, ...]] = []
     for node, tokens in enumerate(of_nodes):
         part = AreasOfPart(areas, tokens, of_nodes[:node] + of_nodes[node + 1 :] if counts_others else ())
-        shards += part.placed(_at_once(part, ranks_per_node, even, fills, ranks_per_node)).shards()
+        pieces = _spread(part, ranks_per_node, even) or _at_once(part, ranks_per_node, even, fills, ranks_per_node)
+        shards += part.placed(pieces).shards()
     return tuple(shards)
+
+
+def _spread(part: AreasOfPart, ranks: int, even: float) -> Pieces | None:
+    """Return a placement in which the ranks of a node have equal parts of long items.
+
+    Return None if few pairs belong to items that the node shares with others, or if no such placement is even.
+    """
+    if part.sharing_pairs <= MUCH_CUT * int(part.before[-1]):
+        return None
+    most = even * int(part.before[-1]) / ranks
+    spread = (Pieces.of(place(part, ranks, choice, limit)) for choice, limit in product(SPREADS, (None, int(most))))
+    return next((pieces for pieces in spread if part.pairs_by_rank(pieces).max() <= most), None)
 
 
 def _at_once(areas: Areas, ranks: int, even: float, fills: int, busiest: int = 0, by_groups: bool = True) -> Pieces:
@@ -204,8 +222,6 @@ def unevenness(load: Load) -> float:
 
 def _starts(areas: Areas, ranks: int, even: float, searches: bool, by_choices: bool) -> Iterator[Pieces]:
     """Yield the placements that a search starts from, or a few if there is no search."""
-    if isinstance(areas, AreasOfPart) and areas.others.ranks:
-        yield Pieces.of(place(areas, ranks, SPREAD))
     for order in orders(areas, DRAWN if searches else 0):
         yield cut_from_both_ends(areas, order, ranks, even)
     if searches and by_choices:
