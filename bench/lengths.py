@@ -101,10 +101,11 @@ DISTRIBUTIONS = (
                  megatron_mock, 4, 2048, 16, 16, MEGATRON_MOCK),
 )  # fmt: skip
 
+DCP = "LongAlign-10k, Long-Data-Collections (chenyu-jiang/dcp, commit 942a2c7), whose lengths are not published"
 PUBLISHED = (
     ("FCP (arXiv:2605.08524)", "attention MFU, to 256 GPUs", "1.13 to 2.21", "not read: abstract only"),
-    ("DCP (arXiv:2510.10620)", "attention, causal, micro-benchmarks", "1.19 to 2.45", "not read: abstract only"),
-    ("DCP", "training, causal", "0.94 to 1.16", "not read: abstract only"),
+    ("DCP (arXiv:2510.10620)", "attention, causal, micro-benchmarks", "1.19 to 2.45", DCP),
+    ("DCP", "training, causal", "0.94 to 1.16", DCP),
     ("FlashCP (arXiv:2606.08476)", "over other frameworks", "at most 1.63", "not read: abstract only"),
     ("ByteScale (arXiv:2502.21231)", "training", "at most 7.89", "not read: abstract only"),
     ("DistCA (arXiv:2510.18121)", "training, to 512 H200", "at most 1.35",
