@@ -279,11 +279,12 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
             drawn[lengths.name, ranks] = batches
             data[f"{lengths.name} {ranks}"] = [figures._asdict() for figures in batches]
     finish(
-        "lengths" if options.tokens_scale == 1 else f"lengths_{options.tokens_scale}x",
+        "lengths",
         options,
         [_bound_table(drawn), _keeping_table(drawn), _static_table(drawn), _published_table()],
         data,
         options.results,
+        "" if options.tokens_scale == 1 else f"lengths_{options.tokens_scale}x",
     )
     return data
 

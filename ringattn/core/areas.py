@@ -282,6 +282,14 @@ class AreasOfMask(Areas):
 
         In step s, rank r attends to the keys of rank r - s, and in most schedules no rank is a step ahead of the next.
         """
+        between = self.pairs_between(placement)
+        if between is None:
+            return None
+        reader = np.arange(len(between))
+        return int(sum(between[reader, (reader - step) % len(between)].max() for step in reader.tolist()))
+
+    def pairs_between(self, placement: Pieces | Shards) -> np.ndarray | None:
+        """Return the pairs of the queries of each rank and the keys of each rank, or None for too many pieces."""
         start, stop, rank, ranks = placement if isinstance(placement, Pieces) else Pieces.of(placement)
         row, index, a, b = self.meeting(start, stop)
         k_row, k_index, c, d = self.meeting(start, stop, keys=True)
@@ -299,10 +307,9 @@ class AreasOfMask(Areas):
             for bound, outer in ((lo, 1), (hi + 1, -1))
             for side, sign in ((c, outer), (d, -outer))
         )
-        reader, owner = rank[index[source]], rank[k_index[partner]]
-        by_step = np.zeros((ranks, ranks), np.int64)  # [step, rank]
-        np.add.at(by_step, ((reader - owner) % ranks, reader), pairs * self.heads[row[source]])
-        return int(by_step.max(1).sum())
+        between = np.zeros((ranks, ranks), np.int64)  # [rank of queries, rank of keys]
+        np.add.at(between, (rank[index[source]], rank[k_index[partner]]), pairs * self.heads[row[source]])
+        return between
 
 
 class AreasOfPart(Areas):
@@ -316,18 +323,6 @@ class AreasOfPart(Areas):
         self.length, self.slopes = int(self.edges[-1]), whole.slopes[self._item]
         self.depths = whole.depths[self._item] + self.slopes * (self._first - whole.edges[self._item])
         self.others = Pieces.of(others)
-
-    @property
-    def sharing_pairs(self) -> int:
-        """The pairs of items with a slope that the node does not have whole, or that read such items."""
-        tokens = np.bincount(self._item, np.diff(self.edges), len(self.whole.slopes))
-        incomplete = tokens < np.diff(self.whole.edges)
-        shares = incomplete[self._item]
-        if any(self.whole.reads):
-            outside = sum(1 << item for item in np.flatnonzero(incomplete).tolist())
-            reads = [self.whole.reads[item] & outside > 0 for item in self._item.tolist()]
-            shares |= np.array(reads, bool)
-        return int(np.diff(self.before)[shares & (self.slopes != 0)].sum())
 
     @cached_property
     def reads(self) -> list[int]:

@@ -22,7 +22,9 @@ import math
 from collections.abc import Iterator
 from itertools import chain, product
 
-from ringattn.core.areas import PAIRS_PER_ROW, Areas, AreasOfPart, Load, Piece, Pieces, Shards, areas_of
+import numpy as np
+
+from ringattn.core.areas import PAIRS_PER_ROW, Areas, AreasOfMask, AreasOfPart, Load, Piece, Pieces, Shards, areas_of
 from ringattn.core.bounded_cache import bounded
 from ringattn.core.cuts import by_density, cut_from_both_ends, orders
 from ringattn.core.filling import Choice, place
@@ -86,12 +88,12 @@ def _filled(areas: Areas, ranks: int) -> Iterator[Pieces]:
 
 
 SPREADS = tuple(Choice(0.002, 1.0, 0.0, even=even) for even in (1.0, 0.5, 0.25))
-"""The ranks of a node have equal parts of each long item, which is cut zigzag over them. The choices are tried in
-order until one is even."""
-MUCH_CUT = 0.05
-"""Share of a node's pairs. If items that it shares with other nodes have more, the ranks of the node get equal parts of
-long items. They then end each step together, so that none waits for rows of another node that a rank passes on late,
-and no single owner sends all first tokens of a long item to other nodes."""
+"""The ranks of a node have equal parts of each long item, which is cut zigzag over them. No single owner sends all the
+rows that other nodes read through its own link. The choices are tried in order until one is even."""
+MUCH_SHARED = 0.05
+"""If keys of other nodes have a larger share of a node's pairs, or if the node sends a larger share of its tokens to
+other nodes, its ranks get equal parts of long items. They then end each step together, so that none waits for rows of
+another node that a rank passes on late."""
 EVEN = 1.005
 """Largest ratio of a rank's pairs to the mean that counts as even. Of all even placements, the one with the fewest rows
 is used."""
@@ -117,7 +119,7 @@ def placed_at_once(
 
     Of all even placements that the search tries, it is the one that sends the fewest rows. Inside one of several nodes,
     the rows of the busiest rank count as much as all rows, and rows that it sends to other nodes count `ACROSS` times.
-    A node that shares long items with others gives its ranks equal parts of them instead (decision 0060).
+    A node that shares much with others gives its ranks equal parts of long items instead (decision 0060).
     `ranks_per_node`: each node has this number of neighbouring ranks; 0 if there is one node. `even`: the largest ratio
     of pairs to the mean that counts as even, of nodes and of the ranks of a node. `fills`: the number of tries of the
     search, times ranks.
@@ -133,22 +135,39 @@ def placed_at_once(
     of_nodes = _at_once(areas, nodes, even, fills).shards()
     # For more nodes and items, counting the rows that each node sends to the others takes most of the time.
     counts_others = nodes * (items + nodes) <= MOST_FILLED
+    shares_much = _nodes_that_share_much(areas, of_nodes)
     shards: list[tuple[Piece, ...]] = []
     for node, tokens in enumerate(of_nodes):
         part = AreasOfPart(areas, tokens, of_nodes[:node] + of_nodes[node + 1 :] if counts_others else ())
-        pieces = _spread(part, ranks_per_node, even) or _at_once(part, ranks_per_node, even, fills, ranks_per_node)
+        pieces = _spread(part, ranks_per_node, even) if shares_much[node] else None
+        pieces = pieces or _at_once(part, ranks_per_node, even, fills, ranks_per_node)
         shards += part.placed(pieces).shards()
     return tuple(shards)
 
 
-def _spread(part: AreasOfPart, ranks: int, even: float) -> Pieces | None:
-    """Return a placement in which the ranks of a node have equal parts of long items.
+def _nodes_that_share_much(areas: AreasOfMask, nodes: Shards) -> list[bool]:
+    """Return for each node whether it exchanges more than `MUCH_SHARED` with other nodes."""
+    between, load = areas.pairs_between(nodes), areas.load(nodes)
+    if between is None:
+        return [False] * len(nodes)
+    tokens = [sum(stop - start for start, stop in shard) for shard in nodes]
+    return [
+        int(between[node].sum()) - int(between[node, node]) > MUCH_SHARED * load.pairs[node]
+        or load.sent[node] > MUCH_SHARED * tokens[node]
+        for node in range(len(nodes))
+    ]
 
-    Return None if few pairs belong to items that the node shares with others, or if no such placement is even.
+
+def _spread(part: AreasOfPart, ranks: int, even: float) -> Pieces | None:
+    """Return a placement in which the ranks of a node have equal parts of long items, or None if none is even.
+
+    Return None too if most pairs belong to items whose queries all have equally many keys, as in a window. Adjacent
+    tokens of such items are equal parts already, and need fewer rows.
     """
-    if part.sharing_pairs <= MUCH_CUT * int(part.before[-1]):
+    pairs = int(part.before[-1])
+    if 2 * int(np.diff(part.before)[part.slopes != 0].sum()) < pairs:
         return None
-    most = even * int(part.before[-1]) / ranks
+    most = even * pairs / ranks
     spread = (Pieces.of(place(part, ranks, choice, limit)) for choice, limit in product(SPREADS, (None, int(most))))
     return next((pieces for pieces in spread if part.pairs_by_rank(pieces).max() <= most), None)
 
@@ -222,6 +241,8 @@ def unevenness(load: Load) -> float:
 
 def _starts(areas: Areas, ranks: int, even: float, searches: bool, by_choices: bool) -> Iterator[Pieces]:
     """Yield the placements that a search starts from, or a few if there is no search."""
+    if isinstance(areas, AreasOfPart) and areas.others.ranks:
+        yield Pieces.of(place(areas, ranks, SPREADS[0]))
     for order in orders(areas, DRAWN if searches else 0):
         yield cut_from_both_ends(areas, order, ranks, even)
     if searches and by_choices:
