@@ -57,7 +57,8 @@ def count_labels(
     # synchronization for all micro batches.
     valid = torch.zeros(1, dtype=torch.int64, device=ring.device)
     for part in parts:
-        valid += (part != ignore_index).sum().to(valid.device)
+        # In uint8, torch compares with -100 as if it were 156.
+        valid += (part.long() != ignore_index).sum().to(valid.device)
     ring.all_reduce([valid])
     if data_parallel is not None:
         dist.all_reduce(valid, group=data_parallel)
@@ -132,7 +133,8 @@ def token_log_probs(logits: Tensor, labels: Tensor, seq: Sequence, *, ignore_ind
         (batch, tokens), float32 or float64.
 
     Raises:
-        InputError: On all ranks: the shapes do not fit each other or this rank's number of tokens.
+        InputError: On all ranks: the shapes do not fit each other or this rank's number of tokens; or the labels are
+            not integers, or one other than `ignore_index` is negative or not less than the vocabulary.
 
     Example:
         log_probs = token_log_probs(model(seq.shard(tokens)), seq.shard_labels(tokens), seq)
@@ -144,15 +146,45 @@ def token_log_probs(logits: Tensor, labels: Tensor, seq: Sequence, *, ignore_ind
                 f"rank {seq.ring.rank}: logits {tuple(logits.shape)} and labels {tuple(labels.shape)} must be (batch, "
                 f"tokens, vocabulary) and (batch, tokens), with this rank's {tokens} tokens"
             )
-    result: Tensor = LabelLogProbs.apply(logits.flatten(0, 1), labels.flatten(), ignore_index)
+        flat_labels = int64_labels("labels", labels).flatten()
+        index = first_outside(flat_labels, logits.shape[2], ignore_index)
+        if index is not None:
+            row, token = divmod(index, tokens)
+            raise InputError(
+                f"rank {seq.ring.rank}: label {int(flat_labels[index])} of row {row}, position "
+                f"{int(seq.positions()[token])}, is neither in the vocabulary of {logits.shape[2]} tokens nor "
+                f"ignore_index={ignore_index}; pass the ignore_index of the labels (-100 in shard_labels if not set) "
+                "and logits of the whole vocabulary"
+            )
+    result: Tensor = LabelLogProbs.apply(logits.flatten(0, 1), flat_labels, ignore_index)
     return result.unflatten(0, labels.shape)
 
 
-class LabelLogProbs(torch.autograd.Function):
-    """The log-probabilities of labels: logits (rows, vocabulary) and labels (labels,) to (labels,).
+def int64_labels(name: str, labels: Tensor) -> Tensor:
+    """Return labels or ids as int64. Raises `InputError`, with their `name`, unless they are integers."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise InputError(f"{name} must be integers, got {labels.dtype}; give it {name}.long()")
+    return labels.long()  # torch takes uint8 indices for a mask, and compares uint8 with -100 as if it were 156
 
-    `ignore_index`: the label whose log-probability is 0, or None. `rows`: the row of each label; None: row i has label
-    i.
+
+def first_outside(labels: Tensor, vocabulary: int, ignore_index: int | None) -> int | None:
+    """Return the index of the first label that is counted but not in the vocabulary, or None. `labels`: (labels,).
+
+    As an index, a negative label would read another token without an error. A label that is too large would end the
+    CUDA context.
+    """
+    outside = (labels < 0) | (labels >= vocabulary)
+    if ignore_index is not None:
+        outside &= labels != ignore_index
+    # One reduction on the device, and one synchronization with the host, before any work on logits.
+    return int(outside.nonzero()[0]) if outside.any() else None
+
+
+class LabelLogProbs(torch.autograd.Function):
+    """The log-probabilities of labels: logits (rows, vocabulary) and labels (labels,), int64, to (labels,).
+
+    `labels`: those other than `ignore_index` are in the vocabulary (see `first_outside`). `ignore_index`: the label
+    whose log-probability is 0, or None. `rows`: the row of each label; None: row i has label i.
     """
 
     @staticmethod

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ringattn.adapters.hosts import check_alike
-from ringattn.adapters.loss import LabelLogProbs, SumOverRanks
+from ringattn.adapters.loss import LabelLogProbs, SumOverRanks, first_outside, int64_labels
 from ringattn.errors import InputError
 from ringattn.masks import Tree
 from ringattn.sequence import Sequence
@@ -139,7 +139,8 @@ def edge_log_probs(logits: Tensor, ids: Tensor, seq: Sequence) -> Tensor:
         sequence are `result[places[1:]]`, with its positions from `Merged.places`.
 
     Raises:
-        InputError: On all ranks: the shapes do not fit the sequence, or it has no tree.
+        InputError: On all ranks: the shapes do not fit the sequence, or it has no tree; or the ids are not integers, or
+            that of a token other than the first of a root is negative or not less than the vocabulary.
         DisagreementError: The ids differ between ranks; every rank raises.
         RingError: What `Ring.all_reduce` raises.
 
@@ -154,8 +155,14 @@ def edge_log_probs(logits: Tensor, ids: Tensor, seq: Sequence) -> Tensor:
                 f"rank {ring.rank}: logits {tuple(logits.shape)} and ids {tuple(ids.shape)} must be (1, {local}, "
                 f"vocabulary) and ({seq.length},)"
             )
+        labels = int64_labels("ids", ids).to(logits.device)[tokens]
+        index = first_outside(labels, logits.shape[2], None)
+        if index is not None:
+            raise InputError(
+                f"rank {ring.rank}: id {int(labels[index])} of token {int(tokens[index])} of the tree is not in the "
+                f"vocabulary of {logits.shape[2]} tokens; leave padding out of the sequences that tree_of merges"
+            )
     check_alike(ring, {"ids": ids}, "every rank of a ring must merge the same sequences")
-    labels = ids.to(logits.device)[tokens]
     values: Tensor = LabelLogProbs.apply(logits[0], labels, None, rows)
     whole = values.new_zeros(seq.length).index_add(0, tokens, values)
     result: Tensor = SumOverRanks.apply(whole, ring)

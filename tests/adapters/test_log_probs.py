@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringattn import InputError, Ring
 from ringattn.adapters import loss
-from ringattn.adapters.loss import sum_documents, token_log_probs
+from ringattn.adapters.loss import count_labels, sum_documents, token_log_probs
 from ringattn.testing import run_ranks
 
 IGNORED = -7
@@ -177,3 +177,57 @@ def test_shapes_that_are_not_those_of_a_shard_are_refused(name: str) -> None:
 
     for rank, message in enumerate(run_ranks(2, body, timeout_s=10.0)):
         assert message.startswith(f"rank {rank}: ") and "this rank's 4 tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("label", "ignore_index"), [(-100, 0), (-1, -100), (128, -100), (2**40, -100), (-(2**63), 0)], ids=str
+)
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_a_label_outside_the_vocabulary_on_one_rank_is_refused_by_both(
+    label: int, ignore_index: int, wrong_rank: int
+) -> None:
+    def body(ring: Ring) -> str:
+        seq = ring.sequence(8, layout="contiguous", cu_seqlens=[0, 5, 8])
+        labels = torch.tensor([[3, ignore_index, 127, 1], [2, 4, 6, ignore_index]])
+        if ring.rank == wrong_rank:
+            labels[1, 2] = label
+        with pytest.raises(InputError) as error:
+            sum_documents(token_log_probs(torch.zeros(2, 4, 128), labels, seq, ignore_index=ignore_index), seq)
+        return str(error.value)
+
+    position = 4 * wrong_rank + 2
+    for message in run_ranks(2, body, timeout_s=10.0):
+        assert f"rank {wrong_rank}: label {label} of row 1, position {position}," in message
+        assert f"neither in the vocabulary of 128 tokens nor ignore_index={ignore_index}; pass" in message
+
+
+def test_labels_of_shard_labels_need_the_same_ignore_index() -> None:
+    """The label -100 must not be read as the token at index vocabulary - 100."""
+
+    def body(ring: Ring) -> Tensor:
+        seq = ring.sequence(8)
+        logits = torch.zeros(1, 4, 128)
+        labels = seq.shard_labels(torch.tensor([[3, 5, 2, 7, 9, 1, 0, 0]]))
+        with pytest.raises(InputError, match=r"rank 0: label -100 of row 0, position 7, .* ignore_index=0"):
+            sum_documents(token_log_probs(logits, labels, seq, ignore_index=0), seq)
+        return seq.gather(token_log_probs(logits, labels, seq))
+
+    for log_probs in run_ranks(2, body, timeout_s=10.0):
+        assert log_probs[0, -1] == 0
+        torch.testing.assert_close(log_probs[0, :-1], torch.full((7,), 1 / 128).log())
+
+
+def test_labels_may_be_integers_of_any_size() -> None:
+    """As an index, torch would take uint8 for a mask; and it compares uint8 with -100 as if it were 156."""
+    logits = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[2, 3, 1, 1]])
+    with Ring() as ring:
+        seq = ring.sequence(4)
+        expected = token_log_probs(logits, labels, seq)
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+            assert torch.equal(token_log_probs(logits, labels.to(dtype), seq), expected)
+        assert token_log_probs(torch.zeros(1, 4, 256), labels.to(torch.uint8) + 154, seq).all()
+        assert count_labels(labels.to(torch.uint8) + 154, ring) == 4
+        for dtype in (torch.bool, torch.float32):
+            with pytest.raises(InputError, match=f"rank 0: labels must be integers, got {dtype}"):
+                token_log_probs(logits, labels.to(dtype), seq)

@@ -192,6 +192,38 @@ def test_what_a_tree_cannot_do_is_refused() -> None:
         tree_of([[0.5]])
 
 
+@pytest.mark.parametrize("wrong_id", [-2, -100, 8])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_id_outside_the_vocabulary_is_refused_on_all_ranks(wrong_id: int, rank: int) -> None:
+    """Only the rank whose logits predict the token has the wrong label."""
+    ids = torch.tensor([9, 7, 2, 3, 1, 6])  # the first token of a root is not predicted
+    tree = masks.tree([-1, 0, 0], [4, 1, 1])
+
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(6, layout="contiguous").with_mask(tree)
+        logits = torch.zeros(1, 3, 8)
+        assert edge_log_probs(logits, ids, seq)[0] == 0
+        token = (2, 4)[rank]
+        wrong_ids = ids.index_fill(0, torch.tensor(token), wrong_id)
+        with pytest.raises(InputError, match=f"rank {rank}: id {wrong_id} of token {token} .* vocabulary of 8 tokens"):
+            edge_log_probs(logits, wrong_ids, seq)
+
+    run_ranks(2, body, timeout_s=10.0)
+
+
+def test_ids_of_one_byte_are_ids() -> None:
+    """As an index, torch would take uint8 for a mask."""
+    tree = masks.tree([-1, 0, 0, 0], [1, 1, 1, 1])
+    ids = torch.tensor([0, 3, 1, 2])
+    logits = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0))
+    with Ring() as ring:
+        seq = ring.sequence(4).with_mask(tree)
+        expected = edge_log_probs(logits, ids, seq)
+        assert torch.equal(edge_log_probs(logits, ids.to(torch.uint8), seq), expected)
+        with pytest.raises(InputError, match=r"rank 0: ids must be integers, got torch\.bool"):
+            edge_log_probs(logits, ids.bool(), seq)
+
+
 def test_positions_count_along_the_path() -> None:
     tree = masks.tree([-1, 0, 1, 0, -1], [3, 0, 2, 2, 2])
 
