@@ -23,7 +23,7 @@ from ringattn.attention import KeptResults
 from ringattn.errors import InputError
 from ringattn.gradients import once_differentiable
 from ringattn.integers import whole_number
-from ringattn.layers.tiled import added, autocast_of, gradients_of, refuse_changed
+from ringattn.layers.tiled import Versions, added, autocast_of, gradients_of
 
 PRODUCT_ROWS = 4096
 """Rows of the outputs of all groups that are joined at a time for the output projection."""
@@ -58,7 +58,7 @@ def in_head_groups(
     Args:
         heads: The function. Its only gradients are those of x and `weights`, and it draws no random numbers.
         x: The input of the layer.
-        weights: Every tensor other than x through which gradients of `heads.attention` flow.
+        weights: Every weight that `heads.attention` reads, also those that are frozen.
         out_weight: The weight of the output projection, whose columns are those of the groups in order.
         out_bias: Its bias, or None.
 
@@ -72,6 +72,7 @@ def in_head_groups(
 
     Raises:
         RingError: What the function raises.
+        RuntimeError: In backward, if a weight has changed in place since forward.
     """
     trained = tuple(weight for weight in weights if weight.requires_grad)
     inputs = (x, out_weight, out_bias, *trained)
@@ -79,7 +80,7 @@ def in_head_groups(
         # If only other ranks need gradients, autograd runs the backward passes of the groups in the order of `backward`
         # below.
         return _product([heads.attention(x, group) for group in range(heads.groups)], out_weight, out_bias)
-    out: Tensor = _Grouped.apply(_Call(heads, trained, x), *inputs)
+    out: Tensor = _Grouped.apply(_Call(heads, trained, Versions(weights), x), *inputs)
     return out
 
 
@@ -100,9 +101,8 @@ def _product(outs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Ten
 class _Call:
     """One call of `in_head_groups`: its function, and the calls of each group."""
 
-    def __init__(self, heads: HeadGroups, weights: tuple[Tensor, ...], x: Tensor) -> None:
-        self.heads, self.weights = heads, weights
-        self.versions = [weight._version for weight in weights]
+    def __init__(self, heads: HeadGroups, trained: tuple[Tensor, ...], versions: Versions, x: Tensor) -> None:
+        self.heads, self.trained, self.versions = heads, trained, versions
         self.autocast = autocast_of(x.device.type)
         self.results = [KeptResults() for _ in range(heads.groups)]
 
@@ -134,13 +134,13 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        refuse_changed(call.weights, call.versions)
+        call.versions.refuse_changed()
         needs_x, needs_out, needs_bias = ctx.needs_input_grad[1:4]
         x, out_weight, *kept = ctx.saved_tensors
         groups, columns = call.heads.groups, out_weight.shape[1] // call.heads.groups
         dx: Tensor | None = None
         dout_weight = torch.empty_like(out_weight) if needs_out else None
-        sums: list[Tensor | None] = [None] * len(call.weights)
+        sums: list[Tensor | None] = [None] * len(call.trained)
         rows = grad.flatten(0, -2)
         for group in reversed(range(groups)):
             results, part = call.results[group], slice(group * columns, (group + 1) * columns)
@@ -152,7 +152,7 @@ class _Grouped(torch.autograd.Function):
             results.tensors = []
             if dout_weight is not None:
                 dout_weight[:, part] = rows.T @ out.detach().flatten(0, -2)
-            inputs = [shared, *call.weights] if needs_x else list(call.weights)
+            inputs = [shared, *call.trained] if needs_x else list(call.trained)
             grads = gradients_of(out, inputs, grad @ out_weight[:, part].to(grad.dtype))
             del out, shared
             if needs_x:
@@ -161,7 +161,7 @@ class _Grouped(torch.autograd.Function):
                 dx = dx_of_group if dx is None else dx.add_(dx_of_group)
                 del dx_of_group
             sums = [added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
-        pairs = zip(sums, call.weights, strict=True)
+        pairs = zip(sums, call.trained, strict=True)
         dout_bias = rows.sum(0) if needs_bias else None
         dweights = (None if total is None else total.to(weight.dtype) for total, weight in pairs)
         return None, dx, dout_weight, dout_bias, *dweights

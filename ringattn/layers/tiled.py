@@ -52,7 +52,8 @@ def tiled(tiling: Tiling, x: Tensor, weights: Sequence[Tensor], others: Sequence
         tiling: The function. It takes some rows of x, (rows, dim), and the same rows of each of `others`. It returns
             one output row per row, or one number.
         x: The input. All dimensions but the last are rows.
-        weights: Every tensor other than x through which gradients flow, in its state while the function runs.
+        weights: Every weight that the function reads, in its state while the function runs. Gradients are those of the
+            weights that require them, and a frozen weight may not change before backward either.
         others: Integers for each row, such as labels.
 
     Shape:
@@ -64,13 +65,13 @@ def tiled(tiling: Tiling, x: Tensor, weights: Sequence[Tensor], others: Sequence
 
     Raises:
         Exception: Errors of the function.
+        RuntimeError: In backward, if a weight has changed in place since forward.
     """
-    trained = tuple(weight for weight in weights if weight.requires_grad)
-    call = _Call(tiling, tuple(integers.flatten() for integers in others), trained, x)
+    call = _Call(tiling, tuple(integers.flatten() for integers in others), weights, x)
     # A separate operation saves the rows before the function runs. Recomputation of a checkpoint stops after the last
     # saved tensor, so it does not run the function an additional time.
-    rows = _Keep.apply(call, x.flatten(0, -2), *trained)
-    out: Tensor = _Tiled.apply(call, rows, *trained)
+    rows = _Keep.apply(call, x.flatten(0, -2), *call.trained)
+    out: Tensor = _Tiled.apply(call, rows, *call.trained)
     return out if tiling.summed else out.view(*x.shape[:-1], *out.shape[1:])
 
 
@@ -83,9 +84,10 @@ class _Call:
     version counters are compared instead, like in autograd.
     """
 
-    def __init__(self, tiling: Tiling, others: tuple[Tensor, ...], weights: tuple[Tensor, ...], x: Tensor) -> None:
-        self.tiling, self.others, self.weights, self.needs_grad = tiling, others, weights, x.requires_grad
-        self.versions = [weight._version for weight in weights]
+    def __init__(self, tiling: Tiling, others: tuple[Tensor, ...], weights: Sequence[Tensor], x: Tensor) -> None:
+        self.tiling, self.others, self.needs_grad = tiling, others, x.requires_grad
+        self.trained = tuple(weight for weight in weights if weight.requires_grad)
+        self.versions = Versions(weights)
         self.kept: Any = None
         self.autocast = autocast_of(x.device.type)
         self.states: list[Tensor] = []
@@ -153,16 +155,16 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        refuse_changed(call.weights, call.versions)
+        call.versions.refuse_changed()
         (rows,) = call.kept.saved_tensors
         drows = torch.empty_like(rows) if call.needs_grad else None
-        sums: list[Tensor | None] = [None] * len(call.weights)
+        sums: list[Tensor | None] = [None] * len(call.trained)
         with call.generators(rows.device):
             for tile in call.tiles(rows):
                 part = rows[tile].detach().requires_grad_(call.needs_grad)
                 with torch.enable_grad():
                     out = call.run(part, tile)
-                inputs = [part, *call.weights] if call.needs_grad else list(call.weights)
+                inputs = [part, *call.trained] if call.needs_grad else list(call.trained)
                 grads = gradients_of(out, inputs, grad if call.tiling.summed else grad[tile])
                 if drows is not None:
                     drows[tile] = 0 if grads[0] is None else grads[0]
@@ -170,7 +172,7 @@ class _Tiled(torch.autograd.Function):
                 del out, part
                 # Gradients are added tile by tile. Those of all tiles at once would take the memory that tiling saves.
                 sums = [added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
-        pairs = zip(sums, call.weights, strict=True)
+        pairs = zip(sums, call.trained, strict=True)
         return None, drows, *(None if total is None else total.to(weight.dtype) for total, weight in pairs)
 
 
@@ -182,10 +184,22 @@ def autocast_of(kind: str) -> Callable[[], torch.autocast]:
     )
 
 
-def refuse_changed(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Raise `RuntimeError` unless the weights have the version counters that they had in forward."""
-    if [weight._version for weight in weights] != versions:
-        raise RuntimeError("a weight has changed in place between forward and backward of a recomputed function")
+class Versions:
+    """The version counters of weights in forward.
+
+    Those of frozen weights count too: backward computes the function again, so a change of any weight changes the
+    gradients of all others.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        # Inference tensors have no counter. Autograd refuses to save them, so they have no backward pass.
+        self.weights = [weight for weight in weights if not weight.is_inference()]
+        self.counters = [weight._version for weight in self.weights]
+
+    def refuse_changed(self) -> None:
+        """Raise `RuntimeError` unless the weights have the version counters that they had in forward."""
+        if [weight._version for weight in self.weights] != self.counters:
+            raise RuntimeError("a weight has changed in place between forward and backward of a recomputed function")
 
 
 def gradients_of(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:

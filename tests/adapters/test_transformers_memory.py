@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,17 +107,22 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(name: str) -> None:
 
 
 def sharded_errors() -> list[float]:
-    """Return the errors under FSDP2 with all options, with the head in the root's group and in a separate group.
+    """Return the errors under FSDP2: with the head in the root's group, in a separate group, and with frozen weights.
 
     Needs a process that has not started threads.
     """
 
-    def make() -> Any:
+    def make(frozen: str = "") -> Any:
         model = adapter.prepare(tiny_model("llama", "ringattn"), **ALL)
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(not frozen or frozen not in name)
         return model
 
-    return [far_off_sharded(make, PLAIN, parts) for parts in ((), ("lm_head",))]
+    return [
+        *(far_off_sharded(make, PLAIN, parts) for parts in ((), ("lm_head",))),
+        far_off_sharded(partial(make, "up_proj"), PLAIN),
+    ]
 
 
 @pytest.mark.slow

@@ -145,9 +145,11 @@ def test_wrong_numbers_of_groups_are_refused(groups: Any, message: str) -> None:
         check_head_groups(groups, 4)
 
 
-def test_weights_changed_between_forward_and_backward_are_refused() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_changed_between_forward_and_backward_are_refused(frozen: bool) -> None:
     def of_rank(ring: Ring) -> None:
         layer = Layer()
+        layer.q.weight.requires_grad_(not frozen)
         out = layer.ring(torch.ones(1, 8, DIM, dtype=torch.float64), ring.sequence(8), 2)
         with torch.no_grad():
             layer.q.weight.mul_(2)

@@ -142,13 +142,23 @@ def test_a_function_that_returns_other_rows_is_an_error() -> None:
         tiled(Tiling(lambda rows: rows[:1], 4), drawn(8, 3), [])
 
 
-def test_a_weight_changed_meanwhile_is_an_error() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_changed_meanwhile_is_an_error(frozen: bool) -> None:
     part, x = FeedForward(), drawn(9, 8)
+    part.up.weight.requires_grad_(not frozen)
     out = tiled(Tiling(part, 4), x, list(part.parameters()))
     with torch.no_grad():
         part.up.weight.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         out.sum().backward()
+
+
+def test_weights_without_version_counters_run_in_inference() -> None:
+    with torch.inference_mode():
+        part = FeedForward()
+    part.requires_grad_(False)
+    x = drawn(9, 8)
+    assert torch.equal(tiled(Tiling(part, 9), x, list(part.parameters())), part(x))
 
 
 # --- inputs on the host ----------------------------------------------------------------------------------------------
