@@ -203,10 +203,31 @@ class Versions:
 
 
 def gradients_of(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-    """Return the gradients of an output, or None for inputs that it does not depend on, as in a loss without labels."""
+    """Return the gradients of an output, or None for inputs that it does not depend on, as in a loss without labels.
+
+    Hooks of the inputs do not run. Autograd runs them when the caller returns the sums of these gradients.
+    """
     if not out.requires_grad:
         return [None] * len(inputs)
-    return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
+    with _without_hooks(inputs):
+        return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context in which autograd does not run the hooks of `Tensor.register_hook` on these tensors.
+
+    Backward passes of one tensor must not run in several threads at the same time, because the context covers them all.
+    """
+    # torch has no public function for this. Its engine reads the hooks from this dict for each gradient.
+    saved = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    try:
+        for hooks, _ in saved:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, items in saved:
+            hooks.update(items)
 
 
 def added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:

@@ -130,6 +130,20 @@ def test_sharded_weights_learn_the_same() -> None:
     assert max(call_in_program("tests.adapters.test_transformers_memory:sharded_errors")) < EXACT
 
 
+EVERY = {**ALL, "head_groups": 2}
+
+
+def test_hooks_of_weights_see_the_whole_gradient() -> None:
+    def hooked(options: dict[str, Any]) -> Any:
+        model = adapter.prepare(tiny_model("llama", "ringattn").double(), **options)
+        for weight in model.parameters():
+            weight.register_hook(lambda grad: (2 * grad).clamp(-0.01, 0.01))
+        return model
+
+    (_, actual), (_, true) = called(hooked(EVERY)), called(hooked({}))
+    assert worst(actual, true) < 1e-6
+
+
 def test_float32_and_bfloat16_stay_within_their_rounding() -> None:
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         true, expected = called(adapter.prepare(tiny_model("llama", "ringattn").to(dtype)))

@@ -145,6 +145,23 @@ def test_wrong_numbers_of_groups_are_refused(groups: Any, message: str) -> None:
         check_head_groups(groups, 4)
 
 
+def test_hooks_of_weights_run_once_with_the_sum_of_all_groups() -> None:
+    layer, x = Layer(), torch.ones(1, DOCUMENTS[-1], DIM, dtype=torch.float64).cumsum(1) / DOCUMENTS[-1]
+    grouped = copy.deepcopy(layer)
+    for part in (layer, grouped):
+        for weight in part.parameters():
+            weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    layer.dense(x).sum().backward()
+
+    def of_rank(ring: Ring) -> None:
+        grouped.ring(x, ring.sequence(DOCUMENTS[-1], cu_seqlens=DOCUMENTS), 2).sum().backward()
+
+    run_ranks(1, of_rank)
+    assert layer.v.weight.grad is not None and layer.v.weight.grad.abs().max() == 0.1
+    for weight, reference in zip(grouped.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, reference.grad, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_weights_changed_between_forward_and_backward_are_refused(frozen: bool) -> None:
     def of_rank(ring: Ring) -> None:

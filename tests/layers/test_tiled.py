@@ -153,6 +153,38 @@ def test_a_weight_changed_meanwhile_is_an_error(frozen: bool) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_hooks_of_weights_run_once_with_the_sum_of_all_tiles(again: bool) -> None:
+    part, x = FeedForward(), drawn(9, 8).requires_grad_()
+    tiled_part = copy.deepcopy(part)
+    calls: list[str] = []
+    for name, weight in tiled_part.named_parameters():
+        weight.register_hook(lambda grad, name=name: calls.append(name))  # returns None, which keeps the gradient
+    for module in (part, tiled_part):
+        for weight in module.parameters():
+            weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    reference = gradients(part, x, part(x))
+
+    def run(x: Tensor) -> Tensor:
+        return tiled(Tiling(tiled_part, 4), x, list(tiled_part.parameters()))
+
+    actual = gradients(tiled_part, x, checkpoint(run, x, use_reentrant=False) if again else run(x))
+    assert all(grad is not None and grad.abs().max() == 0.1 for grad in actual[1:])
+    assert sorted(calls) == sorted(name for name, _ in tiled_part.named_parameters())
+    for grad, true_grad in zip(actual, reference, strict=True):
+        torch.testing.assert_close(grad, true_grad, rtol=1e-12, atol=1e-13)
+
+
+def test_hooks_of_weights_stay_after_an_error() -> None:
+    part, x = FeedForward(), drawn(9, 8)
+    handle = part.up.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(RuntimeError, match="shape"), offload._without_hooks([part.up.weight]):
+        torch.autograd.grad(part(x), [part.up.weight], drawn(1))
+    true = torch.autograd.grad(part(x).sum(), [part.up.weight])[0]
+    handle.remove()
+    torch.testing.assert_close(true, 2 * torch.autograd.grad(part(x).sum(), [part.up.weight])[0])
+
+
 def test_weights_without_version_counters_run_in_inference() -> None:
     with torch.inference_mode():
         part = FeedForward()
