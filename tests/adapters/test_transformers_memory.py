@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -21,7 +23,7 @@ from ringattn.errors import InputError, UnsupportedError
 from ringattn.layers import tiled
 from ringattn.testing import run_ranks
 from tests.adapters.models import tiny_model
-from tests.adapters.processes import call_in_program, worst_error
+from tests.adapters.processes import call_in_program, forked_ranks, worst_error
 from tests.adapters.ranks import InDouble, batches, far_off_sharded, gradients, labels_of, summed_gradients
 
 EXACT = 1e-12
@@ -133,6 +135,57 @@ def test_sharded_weights_learn_the_same() -> None:
 EVERY = {**ALL, "head_groups": 2}
 
 
+def under_fsdp1(number: int) -> dict[str, Any]:
+    """Return the error of a step with all options under FSDP1 with original parameters, and messages without them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    dist.init_process_group("gloo")
+
+    def stepped(frozen: str, original: bool, options: dict[str, Any], grads: bool = True) -> dict[str, Tensor]:
+        """Return the weights after a step of SGD, or the logits without gradients."""
+        model = adapter.prepare(tiny_model("llama", "ringattn").double(), **options)
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(not frozen or frozen not in name)
+        policy, device = ModuleWrapPolicy({LlamaDecoderLayer}), torch.device("cpu")
+        sharded = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=original)
+        if not grads:
+            with torch.no_grad():
+                return {"logits": sharded(input_ids=PLAIN["input_ids"]).logits}
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+        sharded(**PLAIN, num_items_in_batch=labels_of(PLAIN)).loss.backward()
+        optimizer.step()
+        with FullyShardedDataParallel.summon_full_params(sharded):
+            return {name: weight.detach().clone() for name, weight in sharded.named_parameters()}
+
+    def message(options: dict[str, Any]) -> str:
+        with pytest.raises(UnsupportedError) as refusal:
+            stepped("", False, options)
+        return str(refusal.value)
+
+    result: dict[str, Any] = {name: message({name: EVERY[name]}) for name in EVERY}
+    result["error"] = max(
+        worst(stepped(frozen, True, EVERY), stepped(frozen, True, {})) for frozen in ("", "up_proj", "v_proj")
+    )
+    result["error without gradients"] = worst(stepped("", False, ALL, False), stepped("", False, {}, False))
+    return result
+
+
+def results_under_fsdp1() -> list[dict[str, Any]]:
+    """Return the results of two processes. Needs a process that has not started threads."""
+    return forked_ranks(2, under_fsdp1)
+
+
+def test_weights_that_fsdp1_hides_are_refused() -> None:
+    parts = {"tiled_mlp": "LlamaMLP", "chunked_loss": "Linear", "head_groups": "LlamaAttention"}
+    for result in call_in_program("tests.adapters.test_transformers_memory:results_under_fsdp1"):
+        assert result.pop("error") < 1e-6 and result.pop("error without gradients") < EXACT
+        for option, message in result.items():
+            says = f"{option}: FSDP1 with use_orig_params=False hides the weights of {parts[option]}, "
+            assert message.startswith(says) and "pass use_orig_params=True, use FSDP2" in message
+
+
 def test_hooks_of_weights_see_the_whole_gradient() -> None:
     def hooked(options: dict[str, Any]) -> Any:
         model = adapter.prepare(tiny_model("llama", "ringattn").double(), **options)
@@ -141,6 +194,19 @@ def test_hooks_of_weights_see_the_whole_gradient() -> None:
         return model
 
     (_, actual), (_, true) = called(hooked(EVERY)), called(hooked({}))
+    assert worst(actual, true) < 1e-6
+
+
+def test_parametrized_weights_learn_the_same() -> None:
+    def parametrized(options: dict[str, Any]) -> Any:
+        model = adapter.prepare(tiny_model("llama", "ringattn").double(), **options)
+        register_parametrization(model.lm_head, "weight", torch.nn.Tanh())
+        with pytest.warns(FutureWarning, match="deprecated"):  # the weight becomes an attribute, not a parameter
+            torch.nn.utils.weight_norm(model.model.layers[0].mlp.up_proj)
+        return model
+
+    (_, actual), (_, true) = called(parametrized(ALL)), called(parametrized({}))
+    assert {"lm_head.parametrizations.weight.original", "model.layers.0.mlp.up_proj.weight_g"} < actual.keys()
     assert worst(actual, true) < 1e-6
 
 

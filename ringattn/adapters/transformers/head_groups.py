@@ -25,6 +25,7 @@ from ringattn.adapters.transformers.sharded_weights import (
     gather_for,
     local,
     refuse_extended,
+    refuse_hidden,
     refuse_partitioned,
     tensor_parallel_of,
 )
@@ -139,6 +140,7 @@ class GroupedAttention(nn.Module):
                 "attention_dropout=0.0"
             )
         refuse_partitioned(module, "head_groups")
+        refuse_hidden(module, "head_groups", frozen=True)
         parallel = _tensor_parallel(module)
         if parallel is None:
             refuse_extended([getattr(module, name) for name in (*PROJECTIONS, OUTPUT)], "head_groups")

@@ -27,6 +27,7 @@ from ringattn.adapters.transformers.head_groups import grouped_attention
 from ringattn.adapters.transformers.sharded_weights import (
     gather_for,
     gathers_columns,
+    refuse_hidden,
     refuse_partitioned,
     without_hooks,
 )
@@ -143,6 +144,8 @@ class TiledForward(nn.Module):
         """Compute the feed-forward with gathered weights."""
         (part,), forward = self.whole, self.plain
         refuse_partitioned(part, "tiled_mlp")
+        if torch.is_grad_enabled():
+            refuse_hidden(part, "tiled_mlp")
         if any(hasattr(weight, "ds_id") for weight in part.parameters()):
             forward = partial(type(part).forward, without_hooks(part, "tiled_mlp"))
         # A feed-forward of transformers expects a batch dimension.
@@ -339,6 +342,8 @@ class ChunkedLoss:
                 "chunked_loss: the head's weights are sharded, and not by transformers with all logits as the output; "
                 "leave chunked_loss out"
             )
+        if torch.is_grad_enabled():
+            refuse_hidden(self.head, "chunked_loss")
 
         def loss_of(rows: Tensor, labels: Tensor) -> Tensor:
             logits: Tensor = self.head_forward(rows[None])[0]

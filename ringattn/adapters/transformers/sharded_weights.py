@@ -1,7 +1,7 @@
-"""Weights that DeepSpeed's ZeRO 3 or the tensor parallelism of transformers shards, for code that uses them directly.
+"""Weights that ZeRO 3, FSDP1 or the tensor parallelism of transformers shards, for code that uses them directly.
 
 Options for less memory do not call the projections of a module one by one, so what DeepSpeed and transformers add to
-these calls has to happen elsewhere.
+these calls has to happen elsewhere. They also need all weights as parameters.
 
 Guarantees: sharding that is not known here is refused by name.
 """
@@ -58,6 +58,26 @@ def without_hooks(module: nn.Module, option: str) -> nn.Module:
     vars(view).update({name: value for name, value in vars(module).items() if name != "forward"})
     vars(view)["_modules"] = {**module._modules, **parts}
     return view
+
+
+# --- FSDP1 -----------------------------------------------------------------------------------------------------------
+
+
+def refuse_hidden(module: nn.Module, option: str, frozen: bool = False) -> None:
+    """Raise `UnsupportedError` if FSDP1 hides trained weights of `module`, or with `frozen`, any weights.
+
+    With use_orig_params=False, weights are attributes of a module that are not parameters, so `parameters()` leaves
+    them out. FSDP1 marks the modules, because other attributes may be tensors too, such as those of `weight_norm`.
+    """
+    for part in module.modules():
+        if not getattr(part, "_is_fsdp_managed_module", False) or getattr(part, "_fsdp_use_orig_params", True):
+            continue
+        tensors = [value for value in vars(part).values() if isinstance(value, Tensor)]
+        if any(frozen or tensor.requires_grad for tensor in tensors):
+            raise UnsupportedError(
+                f"{option}: FSDP1 with use_orig_params=False hides the weights of {type(module).__name__}, which "
+                f"have to be parameters; pass use_orig_params=True, use FSDP2, or leave {option} out"
+            )
 
 
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
