@@ -155,6 +155,22 @@ def test_models_that_heads_do_not_divide_are_refused(name: str, message: str) ->
         prepared(name, 2)
 
 
+def test_dropout_of_the_output_is_refused_in_training() -> None:
+    tokens = torch.arange(8)[None]
+    model, plain = (prepared("starcoder2", groups, residual_dropout=0.1) for groups in (2, None))
+    with pytest.raises(UnsupportedError, match=r"^head_groups: Starcoder2Attention has residual_dropout=0\.1, .* set"):
+        model(input_ids=tokens)
+    logits, true = (part.eval()(input_ids=tokens).logits for part in (model, plain))
+    torch.testing.assert_close(logits, true, rtol=EXACT, atol=EXACT)
+    module = prepared("llama", 2)
+    attention = module.model.layers[1].self_attn
+    attention.drop_log, attention.dropped, attention.drop = "a name", True, torch.nn.Dropout(0.0)
+    assert module(input_ids=tokens).logits.requires_grad
+    attention.drop.p = 0.2
+    with pytest.raises(UnsupportedError, match=r"^head_groups: LlamaAttention has drop\.p=0\.2, "):
+        module(input_ids=tokens)
+
+
 def test_wrong_numbers_and_calls_are_refused() -> None:
     with pytest.raises(InputError, match=r"^head_groups=3: must divide the 2 K/V heads"):
         prepared("llama", 3)

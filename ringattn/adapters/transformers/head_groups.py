@@ -98,6 +98,31 @@ def _kv_heads(module: Any) -> int:
     return int(k.out_features) // int(head_dim)
 
 
+def _refuse_dropout(module: nn.Module) -> None:
+    """Raise `UnsupportedError` if the attention module or a part of it draws random numbers in training."""
+    rates: dict[str, Any] = {}
+    for path, part in module.named_modules():
+        if not part.training:
+            continue
+        # transformers keeps rates as attributes for F.dropout and for functions of attention.
+        names = [name for name in vars(part) if "drop" in name.lower()]
+        if isinstance(part, nn.Dropout):
+            names.append("p")
+        rates |= {f"{path}.{name}" if path else name: getattr(part, name) for name in names}
+    for name, rate in rates.items():
+        if not isinstance(rate, (int, float)) or isinstance(rate, bool) or not rate:
+            continue
+        if name == "attention_dropout":
+            raise UnsupportedError(
+                "head_groups: attention dropout numbers the heads of a call, and a group counts its heads from 0; set "
+                "attention_dropout=0.0"
+            )
+        raise UnsupportedError(
+            f"head_groups: {type(module).__name__} has {name}={rate}, but groups would draw other random numbers than "
+            f"all heads at once, and others again in backward; set {name}=0.0, or leave head_groups out"
+        )
+
+
 def _tensor_parallel(module: Any) -> TensorParallel | None:
     return tensor_parallel_of([getattr(module, name) for name in PROJECTIONS], getattr(module, OUTPUT))
 
@@ -134,11 +159,7 @@ class GroupedAttention(nn.Module):
         if named.get("past_key_values") is not None:  # without gradients, nothing is kept for a backward pass
             result: tuple[Tensor, None] = type(module).forward(module, hidden_states, *others, **named)
             return result
-        if module.training and getattr(module, "attention_dropout", 0.0):
-            raise UnsupportedError(
-                "head_groups: attention dropout numbers the heads of a call, and a group counts its heads from 0; set "
-                "attention_dropout=0.0"
-            )
+        _refuse_dropout(module)
         refuse_partitioned(module, "head_groups")
         refuse_hidden(module, "head_groups", frozen=True)
         parallel = _tensor_parallel(module)
