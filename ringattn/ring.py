@@ -218,7 +218,7 @@ class Ring(Runtime):
             for_: The mask whose work the layout balances: causal, full, window or dilated. Only for layout="auto"; with
                 layout="mask", full if calls have causal=False and the mask combines with `causal`.
             schedule: The schedule that calls will name. Used with layout="documents" and "mask" only. all_gather and
-                node_gather: place tokens so that the fewest rows are sent, by node first. Other schedules: place them
+                node_gather: place tokens so that few rows are sent, by node first. Other schedules: place them
                 so that no rank waits for another in any step. auto: place them as for all_gather if the cluster is
                 known, and there are several equal nodes or no rank then receives more than 1.5 times its shard;
                 otherwise as for other schedules. Calls with another schedule are exact but slower.
