@@ -244,7 +244,7 @@ def any_masks(draw: st.DrawFn) -> tuple[Mask, int]:
     return make_mask(2 * half, 2 * half, mask=masks.slices(ranges, [(0, 2 * half), (0, half)], kinds)), 2 * half
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(any_masks(), st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (9, 3)]))
 def test_placed_by_node_each_token_has_one_rank(made: tuple[Mask, int], sizes: tuple[int, int]) -> None:
     (mask, length), (ranks, ranks_per_node) = made, sizes
