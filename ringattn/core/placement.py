@@ -146,7 +146,7 @@ def placed_at_once(
 
 
 def _nodes_that_share_much(areas: AreasOfMask, nodes: Shards) -> list[bool]:
-    """Return for each node whether it exchanges more than `MUCH_SHARED` with other nodes."""
+    """Return for each node whether it exchanges more than `MUCH_SHARED` with other nodes; False for too many pieces."""
     between, load = areas.pairs_between(nodes), areas.load(nodes)
     if between is None:
         return [False] * len(nodes)

@@ -246,8 +246,8 @@ def any_masks(draw: st.DrawFn) -> tuple[Mask, int]:
 
 @settings(max_examples=25)
 @given(any_masks(), st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (9, 3)]))
-def test_placed_by_node_each_token_has_one_rank(made: tuple[Mask, int], sizes: tuple[int, int]) -> None:
-    (mask, length), (ranks, ranks_per_node) = made, sizes
+def test_placed_by_node_each_token_has_one_rank(masked: tuple[Mask, int], sizes: tuple[int, int]) -> None:
+    (mask, length), (ranks, ranks_per_node) = masked, sizes
     shards = placed_at_once(mask, length, ranks, ranks_per_node, fills=50 * ranks)
     assert sorted(token for shard in shards for piece in shard for token in range(*piece)) == list(range(length))
     counts = [sum(stop - start for start, stop in shard) for shard in shards]
@@ -317,7 +317,7 @@ def pairs_with(bounds: tuple[int, ...], shard: tuple[Piece, ...], tokens: tuple[
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_ranks_of_a_node_have_equal_work_with_the_keys_of_other_nodes(seed: int) -> None:
-    """Otherwise they do not end their steps together, and a rank sends on late what others wait for.
+    """Otherwise they do not end their steps together, and a rank sends on late the rows that other ranks wait for.
 
     With the fewest rows, the busiest rank has up to 1.24 times the mean.
     """
