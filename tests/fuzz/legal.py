@@ -53,7 +53,7 @@ def has_no_layout(seq: Case) -> str | None:
     if seq["layout"] != "mask":
         return None
     kind, _, text = (seq["mask"] or "").partition(":")
-    if kind == "slices" and any(int(stop) > seq["length"] for stop in re.findall(r"-(\d+)", text)):
+    if kind == "slices" and any(_end(item) > seq["length"] for item in text.split(",") if item):
         return "the keys of slices are not those of the sequence"
     if kind in ("", "global_tokens"):
         return "layout=mask needs a mask that needs no window"
@@ -62,6 +62,12 @@ def has_no_layout(seq: Case) -> str | None:
     if seq["for_"] == "full" and kind in ("prefix", "bidirectional_blocks"):
         return f"{kind} needs causal"
     return None
+
+
+def _end(item: str) -> int:
+    """Return where the queries and keys of a slice end; 0 for a slice without pairs, which says nothing."""
+    end = max(map(int, re.findall(r"-(\d+)", item)))
+    return end if slice_pairs(end, end, item).any() else 0
 
 
 def _nodes_are_uneven(case: Case) -> bool:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ringattn import masks
 from tests import oracle
 from tests.fuzz import reference
+from tests.fuzz.legal import has_no_layout
 from tests.kernels.eight_bits import rounded
 
 EXACT = 1e-12
@@ -75,3 +77,15 @@ MASKS: list[tuple[tuple[int, int], dict[str, Any], str]] = [
 def test_masks_by_hand(sizes: tuple[int, int], options: dict[str, Any], picture: str) -> None:
     rows = oracle.allowed_mask(*sizes, **options).tolist()
     assert " ".join("".join("x" if seen else "." for seen in row) for row in rows) == picture
+
+
+@pytest.mark.parametrize(
+    ("slices", "ends"),
+    [("0-0x0-2f", False), ("0-2x1-1c", False), ("0-2x0-1b", False), ("0-1x0-2s", True), ("0-2x0-1f", True)],
+)
+def test_only_slices_with_pairs_can_end_after_the_sequence(slices: str, ends: bool) -> None:
+    described = {"length": 1, "documents": None, "layout": "mask", "for_": "full", "mask": f"slices:{slices}"}
+    assert (has_no_layout(described) is not None) == ends
+    mask = masks.from_text(f"slices:{slices}")
+    assert isinstance(mask, masks.Slices)
+    assert (mask.rectangles.array[:, [1, 3]].max(initial=0) > 1) == ends
