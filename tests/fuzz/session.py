@@ -6,10 +6,12 @@ Guarantees: a case that kills or hangs its process is reported by its seed; the 
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
+from pathlib import Path
 from pprint import pformat
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from tests.fuzz.judge import error_of
 from tests.fuzz.shrink import shrink
 from tests.fuzz.workers import answers
 
+ROOT = Path(__file__).parents[2]
 HANG_S = 240.0
 """A case that takes longer has hung, because its own waits end earlier."""
 SHRINK_S = 20.0
@@ -107,6 +110,22 @@ def run(
 def first_seed() -> int:
     """Return a seed from the clock, in milliseconds times 1000, so that sessions a second apart do not overlap."""
     return int(time.time() * 1000) % 10**9 * 1000
+
+
+def seed_of_commit() -> int:
+    """Return RINGATTN_FUZZ_SEED, or a seed from the files of the commit; 0 without git.
+
+    So the tests of a commit draw the same cases wherever they run, and new cases after each change.
+    """
+    if seed := os.environ.get("RINGATTN_FUZZ_SEED"):
+        return int(seed)
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD^{tree}"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(done.stdout, 16) % 10**9 * 1000
 
 
 def examine(seed: int) -> Failure | None:

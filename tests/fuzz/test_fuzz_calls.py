@@ -27,7 +27,7 @@ OTHERS = ("layers", "sequences", "order", "disagree", "processes", "idle", "stat
 @pytest.mark.parametrize("kinds", [CALLS, OTHERS], ids=",".join)
 def test_fresh_seeds(kinds: tuple[str, ...], default_s: float) -> None:
     seconds = float(os.environ.get("RINGATTN_FUZZ_SECONDS", default_s))
-    start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    start = session.seed_of_commit()
     print(f"python -m tests.fuzz start={start} kinds={','.join(kinds)} seconds={seconds:.0f}")
     tally = session.run(seconds, start=start, kinds=kinds)
     print(tally)

@@ -3,12 +3,11 @@
 A hole is a small rectangle of pairs that the mask excludes, or to which the bias adds 0.5. Each result is compared with
 dense float64 attention, whose mask and bias come from calling the function itself on all positions. A function with a
 hole must be refused, or the result must be exact: a mask with a hole is a few slices. Without a hole no refusal is
-allowed. Each seed defines a case; RINGATTN_FUZZ_SEED is the first seed.
+allowed. Each seed defines a case; RINGATTN_FUZZ_SEED replaces the first seed.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from random import Random
@@ -200,7 +199,7 @@ def functions(seed: int, most: int) -> None:
 
 
 def run(seconds: float, most: int) -> None:
-    start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    start = session.seed_of_commit()
     print(f"RINGATTN_FUZZ_SEED={start}")
     began, seed = time.monotonic(), start
     while seed == start or time.monotonic() - began < seconds:

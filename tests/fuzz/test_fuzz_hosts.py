@@ -1,11 +1,10 @@
 """Random calls of ring-flash-attention's functions, `context_parallel` and flex_attention, compared with the reference.
 
-Ranks are threads, and everything is float64. Each seed defines a case; RINGATTN_FUZZ_SEED is the first seed.
+Ranks are threads, and everything is float64. Each seed defines a case; RINGATTN_FUZZ_SEED replaces the first seed.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -283,7 +282,7 @@ def gather_results(
 
 @pytest.mark.parametrize("kind", [flash, parallel, pytest.param(flex, marks=pytest.mark.slow)])
 def test_fresh_seeds(kind: Callable[[int], None]) -> None:
-    start = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    start = session.seed_of_commit()
     print(f"RINGATTN_FUZZ_SEED={start}")
     began, seed = time.monotonic(), start
     while seed == start or time.monotonic() - began < SECONDS:

@@ -149,7 +149,7 @@ def test_a_reintroduced_fault_is_found(
 @pytest.mark.slow
 def test_fresh_classes() -> None:
     """No class has the verdict "wrong" with a new seed. Models with towers are left out: they take longer to build."""
-    seed = int(os.environ.get("RINGATTN_FUZZ_SEED", session.first_seed()))
+    seed = session.seed_of_commit()
     records: list[Record] = []
     ends = time.monotonic() + float(os.environ.get("RINGATTN_FUZZ_SECONDS", SECONDS))
     for name in Random(seed).sample(sorted(tiny.classes()), 200):
