@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from ringattn.core.dilation import check as check_branches
-from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS
+from ringattn.core.layout import LAYOUTS, OF_DOCUMENTS, Purpose
 from ringattn.errors import InputError
 from ringattn.launch.config import load
 from ringattn.launch.options import DTYPES, ENGINES, MOST, MOST_SEED, TRANSPORTS, json_option, leaves, option
@@ -69,6 +69,11 @@ class CallConfig:
         left, right = (None if size < 0 else size for size in self.window or (-1, -1))
         return None if left is None and right is None else (left, right)
 
+    @property
+    def purpose(self) -> Purpose:
+        """Return the kind of mask for which layout=auto chooses, which is `for_` of `Ring.sequence`."""
+        return "window" if self.bounds else "causal" if self.causal else "full"
+
     def check(self) -> None:
         """Raise `InputError`, with the key first, if two options contradict each other."""
         if self.heads % self.kv_heads:
@@ -123,6 +128,11 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
     def dilated(self) -> bool:
         """Return whether the call is `Ring.dilated_attention`."""
         return self.segment_lengths is not None
+
+    @property
+    def purpose(self) -> Purpose:
+        """See `CallConfig.purpose`."""
+        return "dilated" if self.dilated else CallConfig.purpose.fget(self)  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Raise `InputError`, with the key first, if two options contradict each other or one has no effect."""
@@ -207,14 +217,14 @@ class MaskedCallConfig(SoftmaxKeys, CallConfig):
             options["mask"] = self._mask_at(length)
         return options
 
-    def sequence_on(self, ring: Any, length: int, for_: str, layout: str | None = None) -> Any:
+    def sequence_on(self, ring: Any, length: int, layout: str | None = None) -> Any:
         """Return a sequence of `length` tokens on a ring, in `layout` if given, else in the layout of the call.
 
         It carries no mask, because the call names its mask.
         """
         cuts, layout = self.cu_seqlens_at(length), layout or self.layout
         if layout != "mask":
-            return ring.sequence(length, cu_seqlens=cuts, layout=layout, for_=for_)
+            return ring.sequence(length, cu_seqlens=cuts, layout=layout, for_=self.purpose)
         return ring.sequence(
             length, cu_seqlens=cuts, layout=layout, for_="causal" if self.causal else "full", schedule=self.schedule,
             mask=self._mask_at(length),

@@ -189,7 +189,6 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
         drawn,
         error_of,
         reference_and_bounds,
-        sequence_of,
     )
 
     dtype, length = TORCH_DTYPES[spec["dtype"]], spec["tokens"]
@@ -215,7 +214,7 @@ def check_rank(ring: Ring, spec: dict[str, Any]) -> dict[str, Any]:
         results: list[Result] = []
         for case in of_schedule:
             call = case.call(length)
-            got = attended(ring, call, inputs, sequence_of(ring, call, length), schedule)
+            got = attended(ring, call, inputs, call.sequence_on(ring, length), schedule)
             if ring.rank == 0:
                 if case.mask not in references:
                     references[case.mask] = reference_and_bounds(call, inputs, spec["engine"])

@@ -36,15 +36,6 @@ def drawn(
     return tuple(torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes)
 
 
-def sequence_of(ring: Ring, call: MaskedCallConfig, length: int, layout: str | None = None) -> Sequence:
-    """Return a sequence of `length` tokens on this ring, in `layout` if given, else in the layout of the call."""
-    options = call.options(length)
-    kind = "causal" if options["causal"] else "full"
-    kind = "dilated" if call.dilated else "window" if "window" in options else kind
-    seq: Sequence = call.sequence_on(ring, length, kind, layout)
-    return seq
-
-
 def attended(
     ring: Ring, call: MaskedCallConfig, inputs: tuple[Tensor, ...], seq: Sequence, schedule: str
 ) -> list[Tensor]:
@@ -74,7 +65,7 @@ def reference_and_bounds(
         largest = [float(x.abs().max()) if x.numel() else 0.0 for x in reference]
         return reference, [FULL_PRECISION_BOUND[dtype] * max(1.0, value) for value in largest]
     with Ring(transport=LocalWorld(1).transport(0), engine=engine) as alone:
-        one_device = attended(alone, call, inputs, sequence_of(alone, call, length, "contiguous"), "ring")
+        one_device = attended(alone, call, inputs, call.sequence_on(alone, length, "contiguous"), "ring")
     return reference, [OVER_ONE_DEVICE * error_of(x, y) for x, y in zip(one_device, reference, strict=True)]
 
 

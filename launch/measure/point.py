@@ -26,7 +26,6 @@ from ringattn.launch.measure.exactness import (
     drawn,
     error_of,
     reference_and_bounds,
-    sequence_of,
 )
 from ringattn.launch.memory import PeakMemory
 from ringattn.observe.memory import is_shortage
@@ -69,7 +68,7 @@ def measure(ring: Ring, config: RunConfig, say: Say) -> dict[str, Any]:
     """
     errors = _gate(ring, config)
     say("exactness check at a small size: exact; " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
-    seq = sequence_of(ring, config, config.length)
+    seq: Sequence = config.sequence_on(ring, config.length)
     memory = PeakMemory(ring.device)
     leaves, dout = _inputs(ring, config, seq)
     attend: Any = ring.dilated_attention if config.dilated else ring.attention
@@ -110,7 +109,7 @@ def _gate(ring: Ring, config: RunConfig) -> dict[str, float]:
     length = min(config.length, max(GATE_TOKENS, GATE_TOKENS_PER_RANK * ring.world_size + 1))
     heads, dims = (config.heads, config.kv_heads), (config.head_dim, config.head_dim)
     inputs = tuple(x.to(ring.device) for x in drawn(1, length, heads, dims, DTYPES[config.dtype], config.seed))
-    got = attended(ring, config, inputs, sequence_of(ring, config, length), config.schedule)
+    got = attended(ring, config, inputs, config.sequence_on(ring, length), config.schedule)
     verdict: dict[str, Any] = {}
     if ring.rank == 0:
         reference, bounds = reference_and_bounds(config, inputs, config.engine)

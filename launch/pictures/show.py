@@ -115,7 +115,7 @@ def explanation_of(config: ExplainConfig) -> Explanation:
     def of_rank(ring: Ring) -> Explanation | None:
         if ring.rank:
             return None
-        seq = config.sequence_on(ring, config.length, "dilated" if config.dilated else "causal")
+        seq = config.sequence_on(ring, config.length)
         return ring.explain(
             seq,
             batch=config.batch,

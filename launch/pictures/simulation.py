@@ -199,16 +199,12 @@ class Simulator:
 
     def layout(self, tokens: int, ranks: int) -> Layout:
         """Return the layout of `tokens` tokens on `ranks` ranks."""
-        return make_layout(self.config.layout, tokens, ranks, purpose=self._purpose)
+        return make_layout(self.config.layout, tokens, ranks, purpose=self.config.purpose)
 
     def shard_tokens(self, tokens: int, ranks: int) -> int:
         """Return the tokens of a shard if the sequence is rounded up to shards of the same length."""
         chunks = 2 if self.layout(tokens, ranks).name == "zigzag" else 1
         return -(-tokens // (ranks * chunks)) * chunks
-
-    @property
-    def _purpose(self) -> str:
-        return "window" if self.config.bounds else "causal" if self.config.causal else "full"
 
     @property
     def _has_classes(self) -> bool:

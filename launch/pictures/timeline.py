@@ -165,16 +165,10 @@ def named_cluster(name: str) -> tuple[Cluster, str]:
 def explanation_on(ring: Ring, config: MaskedCallConfig, machines: Cluster | None = None) -> Explanation:
     """Return the ring's explanation of the call, planned for the cluster `machines`; None for that of the ring."""
     return ring.explain(
-        sequence_of(ring, config), batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
+        config.sequence_on(ring, config.length), batch=config.batch, q_heads=config.heads, kv_heads=config.kv_heads,
         head_dim=config.head_dim, dtype=TORCH_DTYPES[config.dtype], backward=config.backward,
         schedule=config.schedule, cluster=machines, **config.options(config.length, ring.device),
     )  # fmt: skip
-
-
-def sequence_of(ring: Ring, config: MaskedCallConfig) -> Sequence[Ring]:
-    """Return the sequence of the call on the ring."""
-    seq: Sequence[Ring] = config.sequence_on(ring, config.length, "dilated" if config.dilated else "causal")
-    return seq
 
 
 def record_rank(ring: Ring, config: TimelineConfig) -> Track:
@@ -183,7 +177,7 @@ def record_rank(ring: Ring, config: TimelineConfig) -> Track:
 
     from ringattn.launch.pictures.trace import Track, clock_offset
 
-    seq = sequence_of(ring, config)
+    seq: Sequence[Ring] = config.sequence_on(ring, config.length)
     attend: Any = ring.dilated_attention if config.dilated else ring.attention
     generator = torch.Generator().manual_seed(ring.rank)
 

@@ -24,6 +24,7 @@ import ringattn as package
 from ringattn import masks
 from ringattn.engine.select import ENGINES
 from ringattn.errors import InputError, OutOfMemoryError
+from ringattn.explain import Explanation
 from ringattn.launch.calls import RunConfig, load_run, resolved, words_of
 from ringattn.launch.capacity.plan import PlanConfig
 from ringattn.launch.config import load
@@ -37,7 +38,7 @@ from ringattn.launch.measure.run import load_here, main
 from ringattn.launch.measure.run import table as table_of_point
 from ringattn.launch.measure.sweep import SweepConfig
 from ringattn.launch.options import leaves, presets_of
-from ringattn.launch.pictures import timeline
+from ringattn.launch.pictures import show, timeline
 from ringattn.launch.pictures.show import ExplainConfig
 from ringattn.launch.pictures.timeline import TimelineConfig
 from ringattn.launch.ranks import place_in_torchrun
@@ -240,6 +241,27 @@ def test_the_facts_of_a_point_match_its_plan(mask: str) -> None:
     assert facts["pass_ms"]["median"] == pytest.approx(both_s * 1e3)  # the rate uses the same time
     assert facts["tflops"] == pytest.approx(3.5 * 4 * 32 * 4 * count_pairs(mask, 120) / both_s / 1e12)
     assert facts["forward_ms"]["samples"] == facts["backward_ms"]["samples"] == 2
+
+
+KINDS: list[dict[str, Any]] = [
+    {"causal": False}, {"window": [9, 0]}, {"documents": 3}, {"segment_lengths": [24], "dilation_rates": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", KINDS, ids=lambda mask: next(iter(mask)))
+def test_commands_with_the_same_keys_plan_the_same_call(mask: dict[str, Any]) -> None:
+    """With layout=auto, `explain` and `timeline` choose the layout that `run` measures."""
+    call = {"tokens": 120, "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "fp32", "ranks": 2, **mask}
+    config = RunConfig(**call, warmup=1, repeats=1)
+
+    def on_rank(ring: Ring) -> tuple[dict[str, Any], Explanation]:
+        return point.measure(ring, config, lambda line: None), timeline.explanation_on(ring, TimelineConfig(**call))
+
+    facts, recorded = run_ranks(2, on_rank)[0]
+    for explanation in (show.explanation_of(ExplainConfig(**call)), recorded):
+        planned = {"layout": explanation.problem.q_layout.name, "schedule": explanation.schedule}
+        assert planned == {key: facts["resolved"][key] for key in planned}
+        assert list(explanation.bytes_sent) == facts["bytes_sent"]
 
 
 def test_backward_false_measures_only_forward() -> None:
