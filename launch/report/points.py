@@ -26,13 +26,16 @@ REQUIRED = ("hash", "status", "config", "world_size", "tokens")
 """Fields that every point must have; other missing fields are unknown."""
 CHOICES = ("schedule", "layout", "engine", "transport")
 """Options that change how a result is computed, but not the result. A reader compares these."""
-BETWEEN = ("schedule", "layout", "transport")
-"""Choices that have no effect on a single rank, which sends nothing and owns all tokens."""
+BETWEEN = ("schedule", "layout", "transport", "nnodes")
+"""Options that have no effect on a single rank, which sends nothing and owns all tokens."""
 ANY = "any"
-AXES = ("ranks", "nnodes", "tokens", "tokens_per_rank")
+AXES = ("ranks", "tokens")
 """Options that an axis shows, so they are not part of the name of a series."""
-STARTING = ("node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank", "json")
-"""Options for starting the ranks, which follow from their number."""
+STARTING = ("nnodes", "tokens_per_rank", "node_rank", "rdzv_endpoint", "timeout_s", "limit_s", "threads_per_rank",
+            "json")  # fmt: skip
+"""Options that usually follow from the numbers of ranks and tokens. A sweep that varies one of them apart from these
+numbers has points that differ in nothing else.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,19 @@ class Sweep:
 
     @cached_property
     def varying(self) -> list[str]:
-        """Return the options that differ between points, `CHOICES` first, without `AXES` and `STARTING`."""
+        """Return the options that differ between points, `CHOICES` first, without `AXES`.
+
+        An option of `STARTING` is included only if points differ in it that otherwise have the same options, tokens and
+        ranks.
+        """
         keys = {key for point in self.points for key in point.options} - {*AXES, *STARTING}
         differ = [key for key in sorted(keys) if len({point.options.get(key) for point in self.points}) > 1]
+        alike: dict[tuple[Any, ...], list[Point]] = defaultdict(list)
+        for point in self.points:
+            alike[(*(self.option(point, key) for key in differ), point.tokens, point.world_size)].append(point)
+        for key in STARTING:
+            if any(len({self.option(point, key) for point in points}) > 1 for points in alike.values()):
+                differ.append(key)
         return sorted(differ, key=lambda key: CHOICES.index(key) if key in CHOICES else len(CHOICES))
 
     @cached_property
@@ -176,7 +189,7 @@ class Sweep:
     def alone(self) -> dict[tuple[str, ...], Point]:
         """Return the points of one rank by options and tokens. They are the baselines of all other points.
 
-        One rank does the same work with each schedule, layout and transport. Of such points, the fastest is returned.
+        One rank does the same work whatever the options `BETWEEN`. Of such points, the fastest is returned.
         """
         baselines: dict[tuple[str, ...], Point] = {}
         for point in sorted((point for point in self.ok if point.world_size == 1), key=self.pass_ms):
@@ -339,7 +352,7 @@ def series_of(sweep: Sweep) -> list[Series]:
         for options in sorted(groups, key=lambda options: list(map(by_size, options))):
             members = groups[options]
             if view.ratio and set(members) != {1}:
-                # One rank does the same work with every schedule, layout and transport, so its point is in each series.
+                # One rank does the same work whatever the options `BETWEEN`, so its point is in each series.
                 alike = (ANY if key in BETWEEN else value for key, value in zip(sweep.varying, options, strict=False))
                 if baseline := sweep.alone.get((*alike, options[-1])):
                     members[1] = baseline

@@ -173,9 +173,9 @@ def scalings(sweep: Sweep, every: Sequence[Series]) -> Table:
                 rows.append((series.view.name, series.label, *sizes, *figures))
     note = (
         "Compared with the fewest ranks of the same series, which count as perfect. One rank is the same for every "
-        "schedule, layout and transport. Strong: the same tokens; speed-up is the ratio of times. Weak: the same "
-        "tokens per rank; speed-up is the ratio of the rates of work, because the pairs of a rank grow with the "
-        "sequence."
+        "schedule, layout, transport and number of nodes. Strong: the same tokens; speed-up is the ratio of times. "
+        "Weak: the same tokens per rank; speed-up is the ratio of the rates of work, because the pairs of a rank grow "
+        "with the sequence."
     )
     columns = ("scaling", "series", "ranks", "tokens", f"{' + '.join(sweep.passes)} ms", "speed-up", "efficiency")
     return Table("Scaling", columns, rows, note=note, texts=2)

@@ -298,6 +298,32 @@ def test_options_for_starting_ranks_do_not_split_series(tmp_path: Path) -> None:
     assert sweep.varying == [] and [len(series.points) for series in series_of(sweep)] == [3]
 
 
+def slower(line: Record, factor: float, **options: Any) -> Record:
+    """Return the record of another configuration, with `factor` times the time of a pass."""
+    config = {**line["config"], **options}
+    pass_ms = {key: value * factor for key, value in line["pass_ms"].items()}
+    return {**line, "config": config, "hash": json.dumps(config), "pass_ms": pass_ms}
+
+
+def test_a_swept_option_for_starting_ranks_splits_series(tmp_path: Path) -> None:
+    """Points with other threads or nodes on the same ranks are in other series, each with its own speed-up."""
+    worlds = 1, 2, 4
+    threads = [slower(quiet(record(p, 4096)), 1 / n, threads_per_rank=n) for p in worlds for n in (2, 1)]
+    nodes = [slower(quiet(record(p * n, 4096)), 4 ** (n - 1), ranks=p, nnodes=n) for p in worlds for n in (1, 2)]
+    for option, records, starts in (("threads_per_rank", threads, (1, 1)), ("nnodes", nodes, (1, 0.25))):
+        sweep = read_sweep(folder(tmp_path / option, records))
+        every = series_of(sweep)
+        assert sweep.varying == [option] and [series.key[option] for series in every] == ["1", "2"]
+        assert {point.record["hash"] for series in every for point in series.points} == {r["hash"] for r in records}
+        alone = quiet(record(1, 4096))["pass_ms"]["median"]
+        for series, start in zip(every, starts, strict=True):
+            for point, ratio in zip(series.points[1:], scaling(sweep, series)[1:], strict=True):
+                expected = start * alone / quiet(record(point.world_size, 4096))["pass_ms"]["median"]
+                assert ratio is not None and ratio.speed_up == pytest.approx(expected)
+        table = results(sweep)
+        assert option in table.columns and len(set(table.rows)) == 6 and "differ only in ." not in table.note
+
+
 def test_the_second_environment_is_printed_as_differences_from_the_first(tmp_path: Path) -> None:
     second = {**ENVIRONMENT, "variables": {"OMP_NUM_THREADS": "2"}}
     folder(tmp_path, [record(1, 4096), {**record(2, 4096), "environment": "e2"}])
