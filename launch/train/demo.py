@@ -34,6 +34,13 @@ rounding and far below the usual mistake: a mean of the ranks' means is wrong by
 begin at 1e-7, and unstable training amplifies them. With the demo's learning rate, float32 losses differ by a few 1e-6;
 with three times that rate, even float64 losses differ by 1e-8. So the bound also checks that the training is stable.
 """
+NEEDED: dict[str, tuple[str | None, str]] = {
+    "nonfinite": ("stop", "the demo compares the losses of all steps; use stop"),
+    "checkpoint_every_steps": (None, "the demo compares whole runs, and one would resume from another's checkpoints; "
+                                     "leave it out"),
+    "resume": ("never", "the demo compares whole runs; leave it out"),
+}  # fmt: skip
+"""Keys of the training run that the demo cannot change: the only allowed value, and the reason."""
 FP64_STEPS = 8
 SHOWN_STEPS = 3
 PURPOSE = """\
@@ -68,8 +75,9 @@ def main(argv: Sequence[str]) -> int:
         config = load_train([word for word in argv if word not in demo_words], "demo")
         if place_in_torchrun() is not None:
             raise InputError("the demo starts its own processes: run it without torchrun")
-        if config.nonfinite != "stop":
-            raise InputError(f"nonfinite={config.nonfinite}: the demo compares the losses of all steps; use stop")
+        for key, (needed, reason) in NEEDED.items():
+            if (value := getattr(config, key)) != needed:
+                raise InputError(f"{key}={value}: {reason}")
         runs = [_train(config, ranks, console) for ranks in (config.ranks or 4, 1)]
         agreements = [_agreement(*pair) for pair in zip(*runs, strict=True)]
         for line in (*_losses_told(runs[0][0], runs[1][0]), *_memory_told([run[0] for run in runs])):

@@ -544,10 +544,25 @@ CHECK_LINES = 8
 """Lines that `ringattn check` prints: a heading of two, one per schedule for five schedules, and a summary."""
 
 
-def test_the_demo_compares_every_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    # A skipped step has no loss to compare.
-    assert demo.main(["nonfinite=skip"]) == 2
-    assert "nonfinite=skip: the demo compares the losses of all steps" in capsys.readouterr().err
+@pytest.mark.parametrize(("option", "reason"), [
+    ("nonfinite=skip", "the demo compares the losses of all steps"),  # a skipped step has no loss
+    ("checkpoint_every_steps=2", "the demo compares whole runs, and one would resume from another's checkpoints"),
+    ("resume=auto", "the demo compares whole runs"),
+])  # fmt: skip
+def test_the_demo_compares_every_loss(
+    option: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "_train", lambda *_: pytest.fail("the demo trains"))
+    assert demo.main([option]) == 2
+    assert f"{option}: {reason}" in capsys.readouterr().err
+
+
+def test_the_demo_does_not_resume_from_checkpoints_in_its_folder(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").touch()
+    with pytest.raises(InputError, match=r"resume=never: .*step-00000001 is in the folder already"):
+        run(load_train(["model=tiny", "tokens=8", "steps=1", "ranks=1", f"out={tmp_path}"], "demo"))
 
 
 def test_the_demo_prints_about_twenty_lines(
