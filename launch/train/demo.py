@@ -151,14 +151,21 @@ def _check(console: Console, verbose: bool) -> bool:
 
 
 def explain(config: TrainConfig, ranks: int) -> Explanation:
-    """Plan one attention call of the configured run, on threads, and return its explanation."""
+    """Plan an attention call of the last step of the configured run, on threads, and return its explanation."""
     from ringattn.launch.pictures.show import ExplainConfig, explanation_of
     from ringattn.launch.train.config import head_dim
+    from ringattn.launch.train.data import drawn, load
+    from ringattn.testing import run_ranks
 
-    model = config.model
+    text, model = load(config), config.model
+    part = run_ranks(ranks, lambda ring: drawn(ring, 0, text, config.steps - 1, config)[0])[0]
+    batch, tokens = part.tokens.shape
+    documents = part.seq.documents
     call = ExplainConfig(
-        config.tokens, config.batch, model.heads, model.kv_heads, head_dim(model), config.dtype,
-        layout=config.layout, schedule=config.schedule, ranks=ranks,
+        tokens, batch, model.heads, model.kv_heads, head_dim(model), config.dtype,
+        layout=part.seq.layout.name, schedule=config.schedule, ranks=ranks,
+        cu_seqlens=None if documents is None else list(documents),
+        segment_lengths=config.segment_lengths, dilation_rates=config.dilation_rates,
     )  # fmt: skip
     return explanation_of(call)
 

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.errors import DisagreementError, InputError, NonFiniteError, RingError
+from ringattn.explain import Explanation
 from ringattn.launch.memory import PeakMemory
 from ringattn.launch.options import leaves
 from ringattn.launch.pictures.charts import Bars, CurveDistance, draw_losses, draw_memory, memory_figure
 from ringattn.launch.ranks import RanksError, agreed_ranks, threads_for
 from ringattn.launch.train import checkpoints, demo, loop, mesh, train
-from ringattn.launch.train.config import TrainConfig, load_train
-from ringattn.launch.train.data import Documents, Draws, load
+from ringattn.launch.train.config import TrainConfig, head_dim, load_train
+from ringattn.launch.train.data import Documents, Draws, drawn, load
 from ringattn.launch.train.loop import TrainingProgress
 from ringattn.launch.train.mesh import PROCESS_KEYS, locked_folder
 from ringattn.launch.train.model import Transformer
@@ -594,6 +595,24 @@ def test_the_demo_prints_about_twenty_lines(
     assert "    40            1.1000001        1.1000000    +1.0e-07" in output
     assert "        4             512         1.0 MiB      1,000" in output
     assert "fp32: over 40 steps" in output and "fp64: over 40 steps" in output and "DIFFERENT" not in output
+
+
+@pytest.mark.parametrize("words", [
+    ["attention=dilated", "segment_lengths=[16,64]", "dilation_rates=[1,4]"], ["pack_documents=true", "separator=' '"],
+    ["pack_documents=true", "layout=documents", "max_tokens_per_rank=64"],
+], ids=["dilated", "packed", "divided"])  # fmt: skip
+def test_the_demo_draws_the_schedule_of_its_own_attention(words: list[str]) -> None:
+    config = load_train(["ranks=2", "steps=2", "tokens=96", "model=tiny", "schedule=ring", *words], "demo")
+    shape = {"q_heads": config.model.heads, "kv_heads": config.model.kv_heads, "head_dim": head_dim(config.model)}
+    text = load(config)
+
+    def planned(ring: Ring) -> Explanation:
+        seq = drawn(ring, 0, text, config.steps - 1, config)[0].seq
+        return ring.explain(**loop.attention_of(seq, config).keywords, **shape, dtype=torch.float32)
+
+    trained, shown = run_ranks(2, planned)[0], demo.explain(config, 2)
+    assert (shown.pairs, shown.bytes_sent) == (trained.pairs, trained.bytes_sent)
+    assert shown.problem.q_layout == trained.problem.q_layout
 
 
 def test_progress_lines_of_a_long_run_are_spaced_by_time(
