@@ -100,7 +100,7 @@ def show(verdict: Verdict, config: VerifyConfig) -> None:
     from ringattn.launch.report.tables import Table
     from ringattn.launch.verify.comparison import TIMES
 
-    what = verdict.what if verdict.what != "before" else "weight"
+    what = {"before": "weight", "steps": "gradient"}.get(verdict.what, verdict.what)
     rows = []
     for difference in verdict.differences[:SHOWN]:
         ratio = "–" if difference.ratio is None else f"{difference.ratio:.2f}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -53,13 +53,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first step that differs, or the last one if none does."""
+    """The first step that differs, or the last one that all runs made if none does."""
 
     equal: bool
     step: int
     """The number of the step, from 1."""
     what: str
-    """What differs there: gradient, weight, or before (the weights before the first step)."""
+    """What differs there: gradient, weight, before (the weights before the first step), or steps (their number)."""
     losses: tuple[float | None, float | None]
     """The loss of one process, and the mean of the ranks' losses."""
     differences: list[Difference] = field(default_factory=list)
@@ -105,12 +105,19 @@ def compare(
                 return Verdict(False, number, what.removesuffix("s"), losses, differences, diagnosis)
             if what == "gradients":
                 verdict = Verdict(True, number, "gradient", losses, differences)
+    counts = [len(steps) for steps in ranks]
+    if {*counts} != {len(one)}:
+        diagnosis = f"one process made {len(one)} optimizer steps, the ranks {', '.join(map(str, counts))}. {STEPS}"
+        return replace(verdict, equal=False, what="steps", diagnosis=diagnosis)
     return verdict
 
 
 BEFORE = (
     "before the first step, so the runs cannot be compared: set the seed before the model is made, on every rank the "
     "same, and load the same checkpoint"
+)
+STEPS = (
+    "Compare how the script counts its steps: the data of a process, the batch size and the accumulation of gradients"
 )
 SPREAD = (
     "they are not reduced over the ranks. Wrap the model in DDP or FSDP, or call all_reduce on every gradient after "

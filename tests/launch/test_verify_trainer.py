@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import InputError
 from ringattn.cli import main
+from ringattn.launch.verify.command import VerifyConfig, show
 from ringattn.launch.verify.comparison import TIMES, compare
 from ringattn.launch.verify.observer import Observer, StopTraining, names_of_modules, plain_name
 from ringattn.launch.verify.rounding import RoundsOtherwise, in_double
@@ -317,6 +318,18 @@ def test_the_bound_is_a_multiple_of_the_rounding_of_one_process() -> None:
     still["gradients"]["c"] = record({"c": [1.0 + 1e-9]})["gradients"]["c"]
     one = record({**VALUES, "c": [1.0]})
     assert compare([one], [still], [[record({**VALUES, "c": [1.0]}, 10e-9)]] * 2).equal
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (3, 3), (2, 1)])
+def test_runs_with_other_numbers_of_steps_differ(counts: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    step = record({"a": [3.0, 4.0]})
+    verdict = compare([step] * 2, [step] * 2, [[step] * count for count in counts])
+    assert not verdict.equal and verdict.what == "steps" and verdict.step == min(2, *counts)
+    assert verdict.diagnosis.startswith(f"one process made 2 optimizer steps, the ranks {counts[0]}, {counts[1]}. ")
+    show(verdict, VerifyConfig())
+    printed = capsys.readouterr().out
+    assert "0 of 1 parameters differ" in printed and "DIFFERENT: one process made 2 optimizer steps" in printed
+    assert compare([step] * 2, [step] * 2, [[step] * 2] * 2).equal
 
 
 def test_names_that_differ_are_matched_by_order() -> None:
