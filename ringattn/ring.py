@@ -46,6 +46,7 @@ from ringattn.runtime.states import halo, start_scan
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
+from ringattn.transport.local import LocalWorld
 from ringattn.transport.nccl.options import NcclOptions
 from ringattn.transport.rendezvous import TransportName, open_transport, refusals_published
 from ringattn.transport.untraced import untraced
@@ -1025,3 +1026,20 @@ class Ring(Runtime):
         """
         plans = [executor.plan for executor in self._executors.values()]
         return {"world_size": self.world_size, **placements(plans), **self.pool.report()}
+
+
+def ring_of_one(ring: Ring | None) -> Ring:
+    """Return `ring` if it is open, else a new ring of one rank, whatever other processes exist.
+
+    For a ring that users do not see, so they cannot open another one after a failure or in a forked process.
+
+    Args:
+        ring: The ring of an earlier call, or None.
+
+    Returns:
+        An open ring.
+
+    Raises:
+        Nothing.
+    """
+    return ring if ring is not None and ring.is_open else Ring(transport=LocalWorld(1).transport(0))

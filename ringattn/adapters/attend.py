@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.options import AttentionKeywords, takes_options
-from ringattn.ring import Ring
+from ringattn.ring import Ring, ring_of_one
 from ringattn.sequence import Sequence
-from ringattn.transport.local import LocalWorld
 
 __all__ = ["attend"]
 
@@ -101,9 +100,9 @@ def _attend_locally(
 def lone_sequence(length: int, cu_seqlens: tuple[int, ...] | None = None) -> Sequence:
     """Return a sequence of `length` tokens, with these documents, on this thread's ring of one rank.
 
-    There is one ring per thread, because only one thread at a time may use a ring. The ring stays open.
+    There is one ring per thread, because only one thread at a time may use a ring. The ring stays open. A ring that has
+    failed, or belongs to a parent process, is replaced.
     """
-    if not hasattr(_thread_local, "ring"):
-        _thread_local.ring = Ring(transport=LocalWorld(1).transport(0))
-    ring: Ring = _thread_local.ring
+    ring: Ring = ring_of_one(getattr(_thread_local, "ring", None))
+    _thread_local.ring = ring
     return ring.sequence(length, cu_seqlens=cu_seqlens, layout="contiguous")

@@ -22,9 +22,8 @@ from ringattn.errors import InputError
 from ringattn.layers.base import Layer, Projections, check_sequence, shown
 from ringattn.layers.rotary import Rope, RopeStyle
 from ringattn.options import AttentionOptions, LayerKeywords, takes_options
-from ringattn.ring import Ring
+from ringattn.ring import Ring, ring_of_one
 from ringattn.sequence import Sequence
-from ringattn.transport.local import LocalWorld
 
 REFUSED = NOT_OF_DILATED | {
     "sinks": "this layer has no sinks; call ring.dilated_attention with sinks",
@@ -41,9 +40,8 @@ class Alone(Layer):
 
     @property
     def ring(self) -> Ring:
-        """The layer's ring, opened at its first use."""
-        if self._ring is None:
-            self._ring = Ring(transport=LocalWorld(1).transport(0))
+        """The layer's ring, opened at its first use, and opened again if it was closed or has failed."""
+        self._ring = ring_of_one(self._ring)
         return self._ring
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:

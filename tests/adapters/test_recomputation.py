@@ -8,7 +8,9 @@ order, some of them twice. The reference is dense float64 attention on one proce
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import InputError, Ring, Sequence
-from ringattn.adapters.attend import attend
+from ringattn.adapters.attend import attend, lone_sequence
 from ringattn.adapters.context import attends_locally, recompute_context, sequence_of
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.runtime.activation import active_sequence
+from ringattn.runtime.executor import ForwardArithmetic
 from ringattn.testing import dense_attention, run_ranks
 
 DOCUMENTS = [0, 3, 12, 16], None, [0, 5, 16]
@@ -417,6 +420,34 @@ def test_local_attention_keeps_every_option() -> None:
     assert not torch.allclose(capped, attend(None, q, k, k), atol=1e-3)
     few = attend(None, q[:, :3], k, k)
     assert torch.allclose(few, dense_attention(q, k, k)[0][:, :3], atol=1e-12)
+
+
+def test_local_attention_continues_after_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate recognises the error, and the next call of this thread succeeds with a smaller batch."""
+    memory = pytest.importorskip("accelerate.utils.memory")
+    attend_to_block, batches = ForwardArithmetic.attend, list[int]()
+
+    def attend_if_small(arithmetic: ForwardArithmetic, *arguments: Any) -> None:
+        if batches[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        attend_to_block(arithmetic, *arguments)
+
+    def attend_to_batch(batch: int) -> Tensor:
+        batches.append(batch)
+        return attend(None, *3 * (tokens()[:1, :, None].expand(batch, -1, -1, -1),), softcap=0.5)
+
+    monkeypatch.setattr(ForwardArithmetic, "attend", attend_if_small)
+    out = memory.find_executable_batch_size(attend_to_batch, starting_batch_size=2)()
+    assert out.shape[0] == batches[-1] == 1
+
+
+def test_local_attention_in_a_forked_process() -> None:
+    assert lone_sequence(4).ring.is_open
+    child = os.fork()
+    if child == 0:
+        signal.alarm(8)
+        os._exit(0 if lone_sequence(4).ring.is_open else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

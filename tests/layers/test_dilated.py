@@ -224,6 +224,14 @@ def test_copies_work_and_carry_no_ring(copied: Callable[[Any], Any]) -> None:
         assert torch.equal(copied(layer)(*inputs), out), "a copy opens its ring"
 
 
+def test_a_layer_works_after_an_interrupted_call() -> None:
+    layer = single(causal=True)
+    expected = layer(X)
+    with pytest.raises(KeyboardInterrupt), layer.ring.guarded():
+        raise KeyboardInterrupt
+    assert torch.equal(layer(X), expected)
+
+
 def test_a_layer_alone_joins_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     layer = single()
