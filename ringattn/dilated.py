@@ -68,10 +68,11 @@ def zero_keys(pairs: Dilated, seq: Sequence, q_heads: int, kv_heads: int) -> Ten
     torchscale pads every segment to the full segment length (or to the length of a shorter sequence), and then to a
     multiple of the rate (torchscale at 4d1e0e8, dilated_attention.py: `gathering`, `dense_to_sparse`).
     """
-    positions, bounds = seq.positions(), torch.tensor(_bounds(seq))
+    positions = seq.positions()
+    bounds = torch.tensor(_bounds(seq), device=positions.device)
     document = torch.searchsorted(bounds, positions, right=True) - 1
     start, stop = bounds[document], bounds[document + 1]
-    counts = torch.zeros(q_heads, len(positions), dtype=torch.int64)
+    counts = torch.zeros(q_heads, len(positions), dtype=torch.int64, device=positions.device)
     for length, rate in zip(pairs.segment_lengths, pairs.dilation_rates, strict=True):
         width = (stop - start).clamp(max=length)
         begin = start + (positions - start) // width * width

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import InputError, Ring
+from ringattn import InputError, Ring, Sequence
+from ringattn.core.dilation import Dilated
+from ringattn.dilated import zero_keys
 from ringattn.testing import run_ranks
 from tests.torchscale_algorithm import CASES, GOLDENS, inputs
 
@@ -61,6 +63,14 @@ def test_results_equal_torchscales(name: str, ranks: int) -> None:
     for part, ours in zip(("out", "dq", "dk", "dv"), results, strict=False):
         reference = torch.tensor(golden[part], dtype=torch.float64).view_as(ours)
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-10)
+
+
+def test_zero_keys_are_counted_on_the_device_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are on the ring's device, for which the device "meta" stands: it has shapes and no values."""
+    monkeypatch.setattr(Sequence, "positions", lambda seq: torch.arange(seq.length, device="meta"))
+    with Ring() as ring:
+        counts = zero_keys(Dilated((8, 16), (1, 2), causal=False), ring.sequence(TOKENS), HEADS, KV_HEADS)
+    assert counts.is_meta and counts.shape == (HEADS, TOKENS)
 
 
 @pytest.mark.parametrize(
