@@ -102,10 +102,11 @@ class Sequence(Generic[RingType]):
         with torch.inference_mode(False):  # a later call may need gradients
             positions = torch.from_numpy(array)
         if per_document and isinstance(self.mask, Tree):
-            skipped = torch.tensor(self.mask.starts) - torch.tensor(self.mask.depths)
-            positions = positions - skipped.repeat_interleave(torch.tensor(self.mask.lengths))[positions]
+            nodes = self.mask.starts, self.mask.depths, self.mask.lengths
+            starts, depths, lengths = (torch.tensor(numbers, device="cpu") for numbers in nodes)
+            positions = positions - (starts - depths).repeat_interleave(lengths)[positions]
         elif per_document and self.documents is not None:
-            starts = torch.tensor(self.documents)
+            starts = torch.tensor(self.documents, device="cpu")
             positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
         return positions.to(self.ring.device)
 

@@ -105,7 +105,7 @@ def _repair_hidden_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, causal: 
             scores = q[batch, head, rows] @ k[batch, head // group].mT
             if causal:
                 # Causal from the top left corner, as in the op: row i sees keys 0 .. i.
-                scores.masked_fill_(torch.arange(k.shape[2]) > rows[:, None], NEG_INF)
+                scores.masked_fill_(torch.arange(k.shape[2], device=k.device) > rows[:, None], NEG_INF)
             greatest = scores.amax(-1)  # NaN if any score is NaN
             # With a finite score the lse is really 0, and the row is correct.
             rows, greatest = rows[~greatest.isfinite()], greatest[~greatest.isfinite()]

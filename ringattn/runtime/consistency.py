@@ -49,7 +49,7 @@ def anchor(graph: bool, *inputs: Tensor | None) -> Tensor | None:
     """
     if not graph or any(x is not None and x.requires_grad for x in inputs):
         return None
-    return torch.zeros((), requires_grad=True)
+    return torch.zeros((), device="cpu", requires_grad=True)
 
 
 class ComparedCall(NamedTuple):

@@ -327,7 +327,8 @@ def _row_list(records: PackedBuffer, heads: StridedRange | None, ratio: int, dev
     if key not in records.lists:
         rows = [
             # Content order is wire order: part after part, range after range.
-            torch.arange(run.start, run.stop, run.stride) * ratio + (part.heads.start if heads is None else 0)
+            torch.arange(run.start, run.stop, run.stride, device="cpu") * ratio
+            + (part.heads.start if heads is None else 0)
             for part in records.content
             if heads in (None, part.heads)
             for run in part.rows

@@ -161,7 +161,7 @@ class GlooTransport(ProcessTransport):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor of `nbytes` on the CPU."""
         self._check_open()
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> GlooWorkHandle:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""
@@ -181,13 +181,14 @@ class GlooTransport(ProcessTransport):
         framed = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
         framed += bytes(max(HEAD_BYTES - len(framed), 0))
         sent = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8) for peer in peers}
+        answers = {peer: torch.empty(HEAD_BYTES, dtype=torch.uint8, device=self.device) for peer in peers}
         self._swap(peers, sent[:HEAD_BYTES], answers, label)
 
         # All first messages have arrived, so this rank knows how much each peer still sends.
         lengths = {peer: int.from_bytes(answers[peer][:LENGTH_BYTES].numpy().tobytes(), "little") for peer in peers}
         rests = {
-            peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8) for peer in peers
+            peer: torch.empty(max(lengths[peer] + LENGTH_BYTES - HEAD_BYTES, 0), dtype=torch.uint8, device=self.device)
+            for peer in peers
         }
         self._swap(peers, sent[HEAD_BYTES:], rests, label)
         payloads = {self.rank: bytes(payload)}
@@ -313,7 +314,7 @@ class GlooTransport(ProcessTransport):
             for peer in {operation.peer for operation in waiting.operations}:
                 with suppress(RuntimeError):
                     group.recv(  # type: ignore[attr-defined]
-                        [torch.empty(1, dtype=torch.uint8)], peer, INTERRUPT_TAG
+                        [torch.empty(1, dtype=torch.uint8, device=self.device)], peer, INTERRUPT_TAG
                     ).wait(INTERRUPT)
 
     def _fail(self, cause: BaseException) -> None:

@@ -170,7 +170,7 @@ class LocalTransport(HostTransport):
         self.check_process()
         with self._world.changed:
             self._check_alive()
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> LocalWorkHandle:
         """See `Transport.exchange`. Raises `InputError`, `ClosedError`, `PeerLostError`."""

@@ -227,6 +227,15 @@ def agree_passes_messages_by(ring: Transport) -> None:
     assert all(bool((buffer == 7).all()) for buffer in received)
 
 
+def default_device_is_ignored(ring: Transport) -> None:
+    # Programs set torch's default device. "meta" stands for one that is not the device of the transport.
+    with torch.device("meta"):
+        buffers = ring.allocate(8), ring.allocate(0)
+        payloads = ring.all_gather_bytes(bytes([ring.rank]) * 1000)
+    assert not any(buffer.is_meta for buffer in buffers)
+    assert payloads == [bytes([rank]) * 1000 for rank in range(ring.world_size)]
+
+
 def missing_rank_is_named(ring: Transport) -> None:
     ring.all_gather_bytes(b"from here on")  # on a busy machine ranks start seconds apart
     if ring.rank == 1:
@@ -436,6 +445,7 @@ CHECKS: list[Check] = [
     collectives_agree,
     agree_is_in_order,
     agree_passes_messages_by,
+    default_device_is_ignored,
     missing_rank_is_named,
     deadline_is_kept,
     first_cause_reaches_all,

@@ -28,6 +28,7 @@ BYTES = ONE_AFTER_ANOTHER[: ONE_AFTER_ANOTHER.index(contract.bad_messages_are_re
 QUICK_OVER_GLOO = (
     contract.shift_around, contract.order_is_kept, contract.agree_is_in_order, contract.deadline_is_kept,
     contract.first_cause_reaches_all, contract.forked_child_is_refused, contract.dropped_ring_is_closed,
+    contract.default_device_is_ignored,
 )  # fmt: skip
 """The checks over gloo that are not marked slow. All checks are quick over shm, the default on one machine."""
 

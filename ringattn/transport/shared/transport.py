@@ -377,7 +377,9 @@ class Arenas:
     def tensor(self, nbytes: int) -> torch.Tensor:
         """Return a flat uint8 tensor in a new arena. Raises `MemoryError`."""
         _, segment = self._new(nbytes, populate=True)
-        return torch.frombuffer(segment.buffer(0, nbytes), dtype=torch.uint8) if nbytes else torch.empty(0).byte()
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(segment.buffer(0, nbytes), dtype=torch.uint8)
 
     def place(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """Return (arena, offset) of `nbytes` bytes at `address`, or None if no arena contains them."""

@@ -172,7 +172,7 @@ class SimGpu(CudaDevice):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """See `CudaDevice.empty`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def release_cached(self) -> None:
         """See `CudaDevice.release_cached`."""

@@ -119,7 +119,7 @@ class SimDevice(CudaDevice):
     def wrap(self, pointer: int, nbytes: int, owner: object) -> torch.Tensor:
         """See `CudaDevice.wrap`."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         array = (ctypes.c_uint8 * nbytes).from_address(pointer)
         array.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(array, dtype=torch.uint8)
