@@ -100,7 +100,7 @@ class Sequence(Generic[RingType]):
             if not torch.compiler.is_compiling():  # while torch compiles, `array` is a traced stand-in
                 self._positions = array
         with torch.inference_mode(False):  # a later call may need gradients
-            positions = torch.from_numpy(array)
+            positions = torch.from_numpy(array).clone()  # the caller may change it in place
         if per_document and isinstance(self.mask, Tree):
             nodes = self.mask.starts, self.mask.depths, self.mask.lengths
             starts, depths, lengths = (torch.tensor(numbers, device="cpu") for numbers in nodes)

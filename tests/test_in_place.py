@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import InputError, Ring
+from ringattn import InputError, Ring, masks
 from ringattn.adapters.sdpa import ring_sdpa
 from ringattn.adapters.torch_ops import ring_attention
 from ringattn.testing import run_ranks
@@ -88,6 +88,29 @@ def test_a_gathered_tensor_may_be_changed(change: str) -> None:
         assert torch.equal(gradient, ring.world_size * seq.shard(expected))
 
     run_ranks(2, body, engine="plain")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensors_of_a_sequence_may_be_changed(ranks: int) -> None:
+    """The sequence, and the plans that rings keep, do not share memory with results, and neither do the inputs."""
+    ids, tree = torch.arange(TOKENS)[None], masks.tree([-1, 0, 0], [TOKENS - 5, 2, 3])
+
+    def body(ring: Ring) -> None:
+        plain, packed = ring.sequence(TOKENS, layout="contiguous"), ring.sequence(cu_seqlens=[0, 5, TOKENS])
+        merged = packed.with_documents(None).with_mask(tree)
+        local = plain.shard(X)
+
+        def results() -> list[Tensor]:
+            positions = [seq.positions(by_document) for seq in (plain, packed, merged) for by_document in (False, True)]
+            shards = [plain.shard(X), plain.shard_labels(ids), packed.shard_labels(ids), plain.gather(local)]
+            return [*positions, *shards, *merged.edges(), *ring.halo(local, plain, 3)]
+
+        expected = [result.clone() for result in results()]
+        for result in results():
+            result += 1
+        assert all(map(torch.equal, results(), expected))
+
+    run_ranks(ranks, body)
 
 
 def test_a_result_changed_on_one_rank_is_refused_by_all() -> None:

@@ -54,7 +54,7 @@ def halo(ring: Runtime, x: Tensor, seq: Sequence, width: int, dim: int) -> tuple
     attended()
     plan = halo_of(seq.layout, seq.bounds, rows, ring.rank)
     padded = _Halo.apply(x.movedim(axis, 0), call.anchor(x), ring, plan, call.number)
-    return padded.movedim(0, axis), _on(x, plan.local)
+    return padded.movedim(0, axis), _on(x, plan.local).clone()  # the plan is cached, and the caller may change the rows
 
 
 def _check_order(seq: Sequence) -> None:
