@@ -168,7 +168,8 @@ class RingMultiheadAttention(Projections):
             dtype: Dtype of the weights. None: torch's default.
             qk_norm: RMS normalization of each query and key head, with learned weights `q_norm` and `k_norm`.
             norm_eps: Added to the mean square in that normalization.
-            rope: Rotary embedding by global positions: neox or interleaved. None: no rotation.
+            rope: Rotary embedding, neox or interleaved, by positions in the sequence, or with the mask of a tree along
+                its paths. None: no rotation.
             rope_base: Base of the rotary angles.
             sinks: One learned logit per query head, which takes part in the softmax but has no value.
             options: See `ringattn.options.AttentionOptions`.

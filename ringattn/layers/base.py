@@ -22,6 +22,7 @@ from ringattn.engine.base import KV
 from ringattn.errors import InputError
 from ringattn.layers.projection import check_projection, project, project_qkv, stored_dtype
 from ringattn.layers.rotary import Rope, Rotation
+from ringattn.masks import Tree
 from ringattn.options import AttentionOptions
 from ringattn.runtime.call import AttentionCall
 from ringattn.runtime.records import LocalTensors
@@ -151,7 +152,8 @@ class Projections(Layer):
             check_recordable(rank, {"x": x, "weight": weight})
             check_sinks(rank, options.sinks, self.num_heads, x.device)
             if self.rope is not None:
-                turns = self.rope.turns(seq.positions().to(x.device), self.head_dim, dtype, seq.length)
+                positions = rotary_positions(seq, options).to(x.device)
+                turns = self.rope.turns(positions, self.head_dim, dtype, seq.length)
             sizes = x.shape[0], self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim
             return call_of(ring, seq, None, sizes, dtype, x.device, options, dilated)
 
@@ -188,6 +190,23 @@ class Projections(Layer):
             positions=None if self.rope is None else seq.positions().to(x.device),
             length=seq.length,
         )  # fmt: skip
+
+
+def rotary_positions(seq: Sequence, options: AttentionOptions) -> Tensor:
+    """Return the positions by which this rank's tokens are rotated: along the paths of a tree, else in the sequence.
+
+    Packed documents need no separate positions, because scores depend on differences of positions only.
+    Raises `InputError` for a tree in a mask per head.
+    """
+    mask = options.mask or seq.mask
+    if isinstance(mask, Tree):
+        return (seq if mask is seq.mask else seq.with_mask(mask)).positions(per_document=True)
+    if mask is not None and mask.by_depth:
+        raise InputError(
+            f"rank {seq.ring.rank}: rope rotates all heads by the same positions, and in {type(mask).__name__} the "
+            "positions of some heads count along the paths of a tree; leave rope out, or give all heads one tree"
+        )
+    return seq.positions()
 
 
 def check_shard(x: Tensor, seq: Sequence, model: int) -> None:

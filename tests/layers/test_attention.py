@@ -81,6 +81,37 @@ def test_results_do_not_depend_on_the_number_of_ranks(name: str, world_size: int
             torch.testing.assert_close(actual[key], value, rtol=1e-10, atol=1e-10)
 
 
+PATHS = [*range(11)], [*range(6), *range(11, TOKENS)]
+TREE = masks.tree([-1, 0, 0], [6, 5, TOKENS - 11])
+"""Two paths that share their first six tokens."""
+
+
+@pytest.mark.parametrize("rope", ["neox", "interleaved"])
+@pytest.mark.parametrize("mask_of", ["the sequence", "the layer"])
+def test_tokens_of_a_tree_are_rotated_by_their_positions_along_the_path(mask_of: str, rope: str) -> None:
+    in_layer = mask_of == "the layer"
+
+    def body(ring: Ring) -> None:
+        alone, merged = layer(rope=rope, causal=True), layer(rope=rope, causal=True, mask=TREE if in_layer else None)
+        seq = ring.sequence(TOKENS).with_mask(None if in_layer else TREE)
+        out = seq.gather(merged(seq.shard(X), seq))
+        for path in PATHS:
+            single = ring.sequence(len(path))
+            expected = single.gather(alone(single.shard(X[:, path]), single))
+            torch.testing.assert_close(out[:, path], expected, rtol=1e-10, atol=1e-10)
+
+    run_ranks(2, body)
+
+
+def test_rotation_with_a_tree_for_some_heads_is_refused() -> None:
+    def body(ring: Ring) -> None:
+        seq = ring.sequence(TOKENS).with_mask(masks.by_head([(1, TREE), (HEADS - 1, None)]))
+        layer(rope="neox", causal=True)(seq.shard(X), seq)
+
+    for error in errors(body):
+        assert isinstance(error, InputError) and "rope rotates all heads by the same positions" in str(error)
+
+
 # --- projections overlap with the transfer of keys -------------------------------------------------------------------
 
 
