@@ -55,7 +55,13 @@ class RingAttention(Layer):
         """
         super().__init__()
         self.options = AttentionOptions.of(options, REFUSED)
-        self.sinks = None if sink_heads is None else nn.Parameter(torch.zeros(sink_heads))
+        self.sinks = None if sink_heads is None else nn.Parameter(torch.empty(sink_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the sinks to 0."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: Sequence, *, dropout_seed: int | None = None) -> Tensor:
         """Compute attention of this rank's queries over the keys of all ranks. A collective call.
@@ -194,6 +200,11 @@ class RingMultiheadAttention(Projections):
         if device is not None or dtype is not None:
             self.attention.to(device=device, dtype=dtype)
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights like `torch.nn.MultiheadAttention`; biases and sinks are 0, norms 1."""
+        super().reset_parameters()
+        self.attention.reset_parameters()
 
     def forward(
         self,

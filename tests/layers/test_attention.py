@@ -18,6 +18,7 @@ from ringattn import (
     RingDilatedAttention,
     RingMultiheadAttention,
     RingMultiheadDilatedAttention,
+    ShortConvolution,
     masks,
 )
 from ringattn.errors import ClosedError, InputError, RingError, UnsupportedError
@@ -342,6 +343,21 @@ def test_parameters_have_the_expected_names_shapes_and_initial_values() -> None:
     assert set(RingMultiheadAttention(EMBED, HEADS, bias=False).state_dict()) == {"in_proj_weight", "out_proj.weight"}
     on_meta = RingMultiheadAttention(EMBED, HEADS, sinks=True, qk_norm=True, device="meta", dtype=torch.bfloat16)
     assert {(weight.device.type, weight.dtype) for weight in on_meta.parameters()} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("module", [
+    RingAttention(sink_heads=HEADS),
+    RingMultiheadAttention(EMBED, HEADS, bias=True, qk_norm=True, sinks=True),
+    RingMultiheadDilatedAttention(EMBED, HEADS, [8], [1], qk_norm=True, layer_norm=True),
+    ShortConvolution(EMBED, 3),
+], ids=lambda module: type(module).__name__)  # fmt: skip
+def test_every_weight_is_drawn_again_by_reset_parameters(module: Any) -> None:
+    """Weights that were created on the device "meta" have no values before, for which NaN stands."""
+    for weight in module.parameters():
+        nn.init.constant_(weight, torch.nan)
+    module.reset_parameters()
+    assert [name for name, weight in module.named_parameters() if not weight.isfinite().all()] == []
+    assert not any(weight.any() for name, weight in module.named_parameters() if name.endswith("sinks"))
 
 
 def test_ring_attention_passes_its_options_to_every_call() -> None:
