@@ -7,6 +7,7 @@ that cannot reach every query.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -34,15 +35,22 @@ REFUSED = NOT_OF_DILATED | {
 
 
 class Alone(Layer):
-    """Mixin for layers on one device: a private ring of one rank, whatever other processes exist."""
+    """Mixin for layers on one device: a private ring of one rank per thread, whatever other processes exist.
 
-    _ring: Ring | None = None
+    There is one ring per thread, because only one thread at a time may use a ring.
+    """
+
+    _rings: threading.local | None = None
 
     @property
     def ring(self) -> Ring:
-        """The layer's ring, opened at its first use, and opened again if it was closed or has failed."""
-        self._ring = ring_of_one(self._ring)
-        return self._ring
+        """The layer's ring of this thread, opened at its first use, and opened again if it was closed or has failed."""
+        if self._rings is None:
+            self._rings = threading.local()
+        rings = self._rings
+        rings.ring = ring_of_one(getattr(rings, "ring", None))
+        ring: Ring = rings.ring
+        return ring
 
     def get_memory_info(self, seq: Sequence | None = None) -> dict[str, int]:
         """Return the bytes of the layer's weights, and the memory that it keeps between calls.
@@ -77,7 +85,7 @@ class Alone(Layer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A ring cannot be copied or pickled. A copy of the layer opens its own at its first use.
-        return {name: value for name, value in self.__dict__.items() if name != "_ring"}
+        return {name: value for name, value in self.__dict__.items() if name != "_rings"}
 
 
 class Dilation(Layer):

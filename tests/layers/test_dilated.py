@@ -7,6 +7,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -230,6 +231,19 @@ def test_a_layer_works_after_an_interrupted_call() -> None:
     with pytest.raises(KeyboardInterrupt), layer.ring.guarded():
         raise KeyboardInterrupt
     assert torch.equal(layer(X), expected)
+
+
+def test_each_thread_has_a_ring() -> None:
+    """A ring computes one pass at a time, and threads may call the layer at the same time."""
+    layer = single(causal=True)
+    expected = layer(X)
+
+    def results(_: int) -> list[Tensor]:
+        return [layer(X) for _ in range(10)]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert threads.submit(lambda: layer.ring).result() is not layer.ring
+        assert all(torch.equal(out, expected) for outs in threads.map(results, range(3)) for out in outs)
 
 
 def test_a_layer_alone_joins_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
