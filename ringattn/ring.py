@@ -42,7 +42,7 @@ from ringattn.planner.states import StateSizes
 from ringattn.runtime.activation import activate
 from ringattn.runtime.executor import Counters
 from ringattn.runtime.runtime import Runtime
-from ringattn.runtime.states import halo, start_scan
+from ringattn.runtime.states import halo, started_scan
 from ringattn.sequence import Sequence, check_documents
 from ringattn.transport import collectives
 from ringattn.transport.base import Transport
@@ -908,7 +908,8 @@ class Ring(Runtime):
             # S[t] = decay[t] * S[t - 1] + x[t], from the local sums of each part
             before = ring.scan_states(torch.stack(products), torch.stack(sums), seq)
         """
-        return start_scan(self, transitions, states, seq, matrix).wait()
+        with started_scan(self, transitions, states, seq, matrix) as scan:
+            return scan.wait()
 
     def explain_states(
         self,

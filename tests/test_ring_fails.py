@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,17 +24,25 @@ from ringattn import (
     UnsupportedError,
 )
 from ringattn.adapters.torch_ops import ring_attention
-from ringattn.engine.base import OPTIONAL
+from ringattn.engine.base import OPTIONAL, SoftmaxState
 from ringattn.engine.plain import PlainEngine
 from ringattn.testing import run_ranks
 from tests.face import DEADLINE_S, RANKS, TOKENS, X, attend, errors, good_call
 
 
 class Breaking(PlainEngine):
-    """An engine that raises at the n-th call of `attend` or `attend_grad`."""
+    """An engine that raises at the n-th call of a method."""
 
-    def __init__(self, attend_calls: int = -1, grad_calls: int = -1) -> None:
-        self.left = {"attend": attend_calls, "attend_grad": grad_calls}
+    def __init__(self, method: str, calls: int) -> None:
+        self.left = defaultdict(int, {method: calls})
+
+    def begin(self, *arguments: Any) -> SoftmaxState:
+        self._count("begin")
+        return super().begin(*arguments)
+
+    def delta(self, *arguments: Any) -> Tensor:
+        self._count("delta")
+        return super().delta(*arguments)
 
     def attend(self, *arguments: Any) -> None:
         self._count("attend")
@@ -49,14 +58,16 @@ class Breaking(PlainEngine):
             raise ArithmeticError("the kernel broke")
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_a_rank_that_breaks_in_a_pass_ends_the_ring_everywhere(backward: bool, calls: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [("begin", 1), ("attend", 1), ("attend", 2), ("delta", 1), ("attend_grad", 1), ("attend_grad", 2)],
+)
+def test_a_rank_that_breaks_in_a_pass_ends_the_ring_everywhere(method: str, calls: int) -> None:
     after: dict[int, list[BaseException]] = {rank: [] for rank in range(RANKS)}
 
     def body(ring: Ring) -> None:
         if ring.rank == 1:
-            engine = Breaking(grad_calls=calls) if backward else Breaking(attend_calls=calls)
+            engine = Breaking(method, calls)
             ring.engine_for = lambda *_: engine  # type: ignore[method-assign]
         q = ring.sequence(TOKENS).shard(X).requires_grad_()
         try:

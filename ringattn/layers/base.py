@@ -173,13 +173,11 @@ class Projections(Layer):
             return LocalTensors(*(part.detach().transpose(0, 1) for part in keys_values))
 
         executor = ring.executor_of(call, backward=False)
-        if call.problem.batch and executor.begins_with_keys:
-            ring.begin(executor, call, make)
-        else:
-            make(None)
-        (q,) = project(x, q_weight, q_bias, self.num_heads, 0, self.head_dim, **finish)
-        k, v = (part.clone() for part in keys_values) if in_message else keys_values  # the buffer belongs to the ring
-        return apply_attention(ring, call, q, k, v, options.sinks)[0]
+        with ring.begun(executor, call, make):
+            (q,) = project(x, q_weight, q_bias, self.num_heads, 0, self.head_dim, **finish)
+            # If the keys and values are in a message, its buffer belongs to the ring.
+            k, v = (part.clone() for part in keys_values) if in_message else keys_values
+            return apply_attention(ring, call, q, k, v, options.sinks)[0]
 
     def _projected(self, x: Tensor, seq: Sequence) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values. Raises `InputError` unless x is this rank's shard."""

@@ -26,7 +26,7 @@ from ringattn.errors import InputError
 from ringattn.integers import whole_number
 from ringattn.layers.base import Layer, check_sequence
 from ringattn.runtime.consistency import check_kinds
-from ringattn.runtime.states import reach, start_scan
+from ringattn.runtime.states import reach, started_scan
 from ringattn.sequence import Sequence
 
 CHUNK = 64
@@ -460,13 +460,12 @@ def _chunked(
     if not matrix and gate.shape[-1] == 1:
         transitions = transitions[..., :1, :]
     states = final[..., :d_v] if len(parts) else reach(final[..., :d_v], values)
-    scan = start_scan(seq.ring, transitions, states, seq, matrix)
-
-    # The outputs for empty initial states, while states are exchanged.
-    start, passed = torch.cat(starts).split([d_v, unit.shape[-1]], -1)
-    read = q_start if w is None else q_start - scores @ w
-    out = scores @ u + read @ start
-    initial = scan.wait()
+    with started_scan(seq.ring, transitions, states, seq, matrix) as scan:
+        # The outputs for empty initial states, while states are exchanged.
+        start, passed = torch.cat(starts).split([d_v, unit.shape[-1]], -1)
+        read = q_start if w is None else q_start - scores @ w
+        out = scores @ u + read @ start
+        initial = scan.wait()
     if continued:
         before = initial.new_zeros(len(fragments), *initial.shape[1:]).index_copy(0, parts, initial)
         initial = torch.cat([before[:0], *(before[chunks.order[:number]] for number in chunks.active)])
@@ -570,14 +569,15 @@ def _by_kernel(kernel: _DeltaRule | _SelectiveState, fragments: tuple[Fragment, 
     transitions = torch.stack([unused, *(parts[each].transition if each in parts else unused for each in cut)])[1:]
     states = torch.stack([zeros, *(parts[each].state if each in parts else zeros for each in cut)])[1:]
     # If all fragments end their documents, `states` does not depend on the tensors; its backward pass is collective.
-    scan = start_scan(seq.ring, transitions, states if parts else reach(states, values), seq, kernel.matrix)
-    parts |= {each: kernel.part(each) for each in cut if each.ends_document}
+    states = states if parts else reach(states, values)
     outs: dict[Fragment, Tensor] = {}
-    if whole:
-        rows = torch.cat([torch.arange(each.start, each.stop, device=values.device) for each in whole])
-        lengths = [each.stop - each.start for each in whole]
-        outs = dict(zip(whole, kernel.documents(rows, lengths).split(lengths, 1), strict=True))
-    initial = scan.wait()
+    with started_scan(seq.ring, transitions, states, seq, kernel.matrix) as scan:
+        parts |= {each: kernel.part(each) for each in cut if each.ends_document}
+        if whole:
+            rows = torch.cat([torch.arange(each.start, each.stop, device=values.device) for each in whole])
+            lengths = [each.stop - each.start for each in whole]
+            outs = dict(zip(whole, kernel.documents(rows, lengths).split(lengths, 1), strict=True))
+        initial = scan.wait()
     for each, state in zip(cut, initial, strict=True):
         out, read = parts[each].out, parts[each].read
         if read is not None:

@@ -617,14 +617,18 @@ class PassProfiler:
         return mark
 
 
-def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler:
-    """Return the profiler of one pass. Raises `UnsupportedError` for a recording while a CUDA graph is captured."""
-    ranges: ProfilerRanges | NvtxRanges | None = None
+def check_recording(recording: Recording | None) -> None:
+    """Raise `UnsupportedError` for a recording while a CUDA graph is captured."""
     if recording is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a pass cannot be recorded while it is captured into a CUDA graph, because captured events have no times; "
             "leave ring.recording() before the capture, and record a pass that is not captured"
         )
+
+
+def profiler_of(plan: Plan, recording: Recording | None) -> PassProfiler:
+    """Return the profiler of one pass."""
+    ranges: ProfilerRanges | NvtxRanges | None = None
     if recording is not None and recording.nvtx:
         ranges = NvtxRanges()
     elif torch.autograd._profiler_enabled():

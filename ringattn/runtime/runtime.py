@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.core.bounded_cache import BoundedCache
 from ringattn.engine.base import KV, Engine, Softmax
 from ringattn.engine.select import Choice, choose
-from ringattn.errors import ClosedError, InputError, OutOfMemoryError, RingError
+from ringattn.errors import ClosedError, InputError, RingError
 from ringattn.observe.memory import free_bytes
 from ringattn.observe.spans import Recording
 from ringattn.planner.choose import plan_of
@@ -35,7 +35,7 @@ from ringattn.runtime.consistency import (
     check_kinds,
     gradient_needs,
 )
-from ringattn.runtime.executor import Arithmetic, Counters, Executor, profiler_of
+from ringattn.runtime.executor import Arithmetic, Counters, Executor, check_recording, profiler_of
 from ringattn.runtime.records import LocalTensors, Pool
 from ringattn.runtime.shortage import advice
 from ringattn.transport.base import FORKED, ProcessBound, Transport, close_dropped
@@ -426,8 +426,13 @@ class Runtime(ProcessBound):
         self._passes = {}
         return self._passes_before
 
-    def begin(self, executor: Executor, call: AttentionCall, make: Callable[[KV | None], LocalTensors]) -> LocalTensors:
-        """Begin a pass that `run` continues, see `Executor.begin`. The ring must make no other call before `run`.
+    @contextmanager
+    def begun(
+        self, executor: Executor, call: AttentionCall, make: Callable[[KV | None], LocalTensors]
+    ) -> Iterator[None]:
+        """Make the keys and values, and send them if the pass can begin with them, see `Executor.begin`.
+
+        Inside the `with`, `run` continues the pass. The ring makes no other call there, and an error ends the ring.
 
         Args:
             executor: The executor of the pass.
@@ -435,17 +440,23 @@ class Runtime(ProcessBound):
             make: Returns the keys and values. If it receives views of the first message, it must write them there.
 
         Returns:
-            The keys and values.
+            A context manager.
 
         Raises:
             ClosedError: The ring was closed or has failed.
             TransportError: A message failed.
             OutOfMemoryError: This rank had no memory for the pass.
         """
-        watch = profiler_of(executor.plan, self._recording)
-        with self.guarded(), self.accounted(executor, call), unseen():
-            self._make_room(executor)
-            return executor.begin(self.transport, self.pool, make, watch)
+        check_recording(self._recording)
+        with self.guarded():
+            if call.problem.batch and executor.begins_with_keys:
+                with self.accounted(executor, call), unseen():
+                    self._make_room(executor)
+                    watch = profiler_of(executor.plan, self._recording)
+                    executor.begin(self.transport, self.pool, make, watch)
+            else:
+                make(None)
+            yield
 
     def run(
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
@@ -473,7 +484,7 @@ class Runtime(ProcessBound):
 
     @contextmanager
     def accounted(self, executor: Executor, call: AttentionCall) -> Iterator[None]:
-        """End the ring if memory runs out inside the `with`. The error is that of `Executor.accounted`.
+        """End the ring if an error is raised inside the `with`. For a lack of memory, see `Executor.accounted`.
 
         Args:
             executor: The executor of the pass.
@@ -483,20 +494,19 @@ class Runtime(ProcessBound):
             A context manager.
 
         Raises:
+            ClosedError: The ring was closed or has failed.
+            UnsupportedError: The pass would be recorded while it is captured into a CUDA graph. The ring stays open.
             OutOfMemoryError: Memory ran out inside.
         """
+        check_recording(self._recording)
 
         def advise() -> list[str]:
             held_bytes = self.pool.taken_bytes + standing_bytes(executor.plan, executor.has_sums)
             return advice(call, self.rank, free_bytes(self.device) + held_bytes, self.machines)
 
-        try:
-            # The engine's operators attend to blocks of the ring, so they must not be refused as local attention.
-            with executor.accounted(self.pool, advise), entered(Activation(None), outside_regions=True):
-                yield
-        except OutOfMemoryError as error:
-            self.end(error)
-            raise
+        # The engine's operators attend to blocks of the ring, so they must not be refused as local attention.
+        with self.guarded(), executor.accounted(self.pool, advise), entered(Activation(None), outside_regions=True):
+            yield
 
     def _make_room(self, executor: Executor) -> None:
         if executor.plan.arena_bytes > self.pool.nbytes:  # the old arena is freed only when no executor views it

@@ -9,7 +9,8 @@ All arithmetic on states is in their dtype, float32 or float64, also under torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,11 +67,15 @@ def _check_order(seq: Sequence) -> None:
         )
 
 
-def start_scan(ring: Runtime, transitions: Tensor, states: Tensor, seq: Sequence, matrix: bool) -> PendingStates:
-    """Start the first exchange of `Ring.scan_states`. Compute something else, and call `wait` on the returned object.
+@contextmanager
+def started_scan(
+    ring: Runtime, transitions: Tensor, states: Tensor, seq: Sequence, matrix: bool
+) -> Iterator[PendingStates]:
+    """Start the first exchange of `Ring.scan_states`. Inside the `with`, compute something else, and then call `wait`.
 
-    The backward pass is overlapped too: its first exchange starts when the gradients of the initial states are known,
-    and ends after the backward pass of what was computed between the two calls. Collective, like `Ring.scan_states`.
+    The ring makes no other call before `wait`, and an error inside the `with` ends the ring. The backward pass is
+    overlapped too: its first exchange starts when the gradients of the initial states are known, and ends after the
+    backward pass of what was computed before `wait`. Collective, like `Ring.scan_states`.
     """
 
     def described() -> str:
@@ -106,9 +111,10 @@ def start_scan(ring: Runtime, transitions: Tensor, states: Tensor, seq: Sequence
     call = ring.check_same_call(described, {"transitions": transitions, "states": states})
     attended()
     scan = PendingStates(ring, seq, matrix, call.number)
-    started = _StartScan.apply(transitions, states, call.anchor(transitions, states), scan)
-    scan.inputs = started, transitions.detach()
-    return scan
+    with ring.guarded():
+        started = _StartScan.apply(transitions, states, call.anchor(transitions, states), scan)
+        scan.inputs = started, transitions.detach()
+        yield scan
 
 
 class PendingStates:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ringattn
-from ringattn.runtime.states import reach, start_scan
+from ringattn.runtime.states import reach, started_scan
 from tests.fuzz import reference
 from tests.fuzz.calls import modes, sequence
 from tests.fuzz.choices import Case
@@ -129,7 +129,8 @@ def _step(ring: ringattn.Ring, seq: ringattn.Sequence, step: Case, x: Tensor, ga
     transitions = torch.stack([gates[:1].sum(0), *(product for _, product in ends)])[1:]
     states = torch.stack([zeros, *(states[-1] for states, _ in ends)])[1:] + inputs.sum() * 0
     if step["overlap"]:
-        before = start_scan(ring, transitions, states, seq, matrix).wait()
+        with started_scan(ring, transitions, states, seq, matrix) as scan:
+            before = scan.wait()
     else:
         before = ring.scan_states(transitions, states, seq, matrix=matrix)
     initial = dict(zip(parts, before, strict=True))

@@ -189,13 +189,17 @@ def test_keys_are_sent_before_queries_are_projected(
         assert start == ["keys", *packs, *(["send"] if rank or sends else []), "queries"], order
 
 
-def test_a_failed_projection_of_keys_closes_the_ring_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the projection of keys fails on one rank, after the ranks have compared their calls, all rings are closed."""
+@pytest.mark.parametrize("part", ["keys", "queries"])
+def test_a_failed_projection_closes_the_ring_on_all_ranks(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a projection fails on one rank, after the ranks have compared their calls, all rings are closed.
 
-    def broken(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-        if not x.any():
-            raise MemoryError("no room for the keys")
-        return project(x, *arguments, **options)
+    When queries are projected, keys have been sent already.
+    """
+
+    def broken(x: Tensor, weight: Tensor, bias: Tensor, q_heads: int, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+        if not x.any() and bool(q_heads) == (part == "queries"):
+            raise MemoryError(f"no room for the {part}")
+        return project(x, weight, bias, q_heads, *rest, **options)
 
     monkeypatch.setattr(base, "project", broken)
 
@@ -208,7 +212,8 @@ def test_a_failed_projection_of_keys_closes_the_ring_on_all_ranks(monkeypatch: p
         return caught.value
 
     raised = run_ranks(3, body, engine="plain", timeout_s=20.0)
-    assert all("no room for the keys" in str(error) for error in raised)
+    assert all(f"no room for the {part}" in str(error) for error in raised)
+    assert all("rank 0 failed first" in str(error) for error in raised[1:])
 
 
 @pytest.mark.parametrize(

@@ -211,13 +211,13 @@ def test_states_are_float32_for_bfloat16_inputs_and_under_autocast(name: str, mo
     weights = torch.randn_like(case.reference(**case.sharded, **case.shared)).bfloat16().double()
     expected = one_process(case, weights, DOCUMENTS)
     dtypes = set()
-    start_scan = recurrent.start_scan
+    started_scan = recurrent.started_scan
 
     def observed(ring: Any, transitions: Tensor, states: Tensor, *rest: Any) -> Any:
         dtypes.add(states.dtype)
-        return start_scan(ring, transitions, states, *rest)
+        return started_scan(ring, transitions, states, *rest)
 
-    monkeypatch.setattr(recurrent, "start_scan", observed)
+    monkeypatch.setattr(recurrent, "started_scan", observed)
 
     def body(ring: Ring) -> tuple[Results, Results]:
         plain = over_ranks(ring, case, weights, DOCUMENTS, "zigzag", torch.bfloat16)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn.errors import ClosedError, DisagreementError, InputError, RingError, UnsupportedError
 from ringattn.ring import Ring
-from ringattn.runtime.states import reach, start_scan
+from ringattn.runtime.states import reach, started_scan
 from ringattn.sequence import Sequence
 from ringattn.testing import run_ranks
 from tests.contract.processes import Processes
@@ -149,15 +149,38 @@ def test_results_are_the_same_if_other_work_is_done_while_the_states_travel():
         seq = ring.sequence(64, layout="zigzag")
         count = len(seq.fragments())
         transitions, states = (x[:count].clone().requires_grad_() for x in (whole, whole + ring.rank))
-        scan = start_scan(ring, transitions, states, seq, matrix=True)
-        before = None if overlapped else scan.wait()
-        other = torch.sin(transitions @ states)  # its backward pass runs between those of the two halves, too
-        before = scan.wait() if before is None else before
+        with started_scan(ring, transitions, states, seq, matrix=True) as scan:
+            before = None if overlapped else scan.wait()
+            other = torch.sin(transitions @ states)  # its backward pass runs between those of the two halves, too
+            before = scan.wait() if before is None else before
         return [before.detach(), *gradients(before + other, torch.ones_like(states), transitions, states)]
 
     apart, overlapped = (run_ranks(3, lambda ring, way=way: body(ring, way)) for way in (False, True))
     for expected, actual in zip(apart, overlapped, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(expected, actual, strict=True))
+
+
+def test_an_error_while_the_states_travel_ends_the_ring_on_all_ranks():
+    def body(ring: Ring) -> str:
+        seq = ring.sequence(12, layout="contiguous")
+        inputs = torch.full((1, 1), 0.5), torch.ones(1, 2)
+
+        def call() -> None:
+            with started_scan(ring, *inputs, seq, matrix=False) as scan:
+                if ring.rank == 0:
+                    raise MemoryError("no room for the outputs")
+                scan.wait()
+            ring.barrier()  # a rank that received its states earlier gets the error here
+
+        with pytest.raises((RingError, MemoryError)) as caught:
+            call()
+        with pytest.raises(ClosedError):
+            ring.scan_states(*inputs, seq)
+        return str(caught.value)
+
+    failed, *waiting = run_ranks(3, body)
+    assert failed == "no room for the outputs"
+    assert all("rank 0 failed first: MemoryError: no room for the outputs" in message for message in waiting)
 
 
 def test_all_ranks_run_backward_if_one_needs_gradients():
@@ -270,10 +293,10 @@ def scans_until_lost(rank: int, world_size: int, port: int, transport: str, dies
         for passes in range(3):
             start = time.monotonic()
             try:
-                scan = start_scan(ring, factor, states, seq, matrix=False)
-                if rank == 1 and dies == "forward":
-                    os._exit(0)
-                before = scan.wait()
+                with started_scan(ring, factor, states, seq, matrix=False) as scan:
+                    if rank == 1 and dies == "forward":
+                        os._exit(0)
+                    before = scan.wait()
                 if rank == 1 and dies == "silent":
                     time.sleep(DEADLINE_S + 4)
                 if rank == 1 and dies == "backward":

@@ -31,7 +31,7 @@ from ringattn.adapters.transformers.checks import STATE_ENTRIES, check_documents
 from ringattn.core.fragments import Fragment
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.runtime.activation import attended
-from ringattn.runtime.states import reach, start_scan
+from ringattn.runtime.states import reach, started_scan
 from ringattn.sequence import Sequence
 
 Function = Callable[..., Any]
@@ -115,10 +115,10 @@ class _Recurrence(ABC):
         joined = torch.stack([empty, *states])[1:]
         if not open_ends:  # its backward pass is collective, so the states must depend on the tensors
             joined = reach(joined, self.tensors[0])
-        scan = start_scan(seq.ring, torch.stack([unused, *transitions])[1:], joined, seq, self.matrix)
         whole = [each for each in fragments if not each.is_part]
-        outputs = dict(zip(whole, self.documents([self.cut(each) for each in whole]), strict=True))
-        before = scan.wait()
+        with started_scan(seq.ring, torch.stack([unused, *transitions])[1:], joined, seq, self.matrix) as scan:
+            outputs = dict(zip(whole, self.documents([self.cut(each) for each in whole]), strict=True))
+            before = scan.wait()
         for each, state in zip(parts, before, strict=True):
             if each in open_ends:
                 outputs[each] = open_ends[each].outputs(state)
