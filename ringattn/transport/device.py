@@ -287,7 +287,9 @@ class StreamWorkHandle:
     __slots__ = ("done", "flight", "hop", "ready", "started_at", "transport", "waited")
 
     def __init__(self, hop: StreamHop, flight: Flight, ready: Event, done: Event) -> None:
-        self.transport, self.hop, self.flight, self.ready, self.done = hop.transport, hop, flight, ready, done
+        self.transport, self.flight, self.ready, self.done = hop.transport, flight, ready, done
+        self.hop: StreamHop | None = hop
+        """None after the exchange has arrived. Other threads read it, so it is never deleted."""
         self.started_at = 0.0
         self.waited = False
 
@@ -311,7 +313,7 @@ class StreamWorkHandle:
 
     def release(self) -> None:
         """Release the buffers, because the exchange has arrived."""
-        del self.hop
+        self.hop = None
 
 
 class Arrived:

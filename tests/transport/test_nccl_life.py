@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -398,6 +399,33 @@ def backlog(world: SimWorld, ring: NcclTransport, behind: bool, end_s: float) ->
     timer.daemon = True
     timer.start()
     return lambda: world.finish(compute)
+
+
+class Shrinking(deque[Any]):
+    """A deque whose elements another thread removes just after this thread has seen that there are some."""
+
+    def __bool__(self) -> bool:
+        self.clear()
+        return True
+
+
+def test_a_heartbeat_reads_an_exchange_that_arrives_at_this_moment() -> None:
+    def body(ring: NcclTransport) -> list[frozenset[int] | None]:
+        watch = ring.supervisor
+        handle = ring_hop(ring, *(torch.zeros(8, dtype=torch.uint8) for _ in range(2))).start()
+        handle.wait()
+        ring.drain()
+        watch.tick()  # releases the hop
+        watch.stop()
+        arrived, awaited = watch.handles, []
+        for handles in (Shrinking([handle]), deque([handle])):
+            watch.handles = handles
+            awaited.append(watch._place().peers)
+        watch.handles = arrived
+        return awaited
+
+    world = SimWorld(2, any_memory=True)
+    assert results(on_gpus(world, body)) == [[frozenset(), frozenset()]] * 2
 
 
 @pytest.mark.parametrize("how", ["drain", "close"])

@@ -187,12 +187,13 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
     def _place(self) -> Place:
         """Return the state that this rank's heartbeats report: its current work, and the ranks that it waits for."""
         call, awaited = self._calls.number, self._waited_for()
-        launching, handles = self.launching, list(self.handles)[:1]
+        launching, oldest = self.launching, self.oldest
         if launching is not None and time.monotonic() - launching[1] >= STUCK_S:
             return Place.make(self.where, call, Waits.LAUNCH, awaited)
-        if handles and not handles[0].started_at and time.time() - handles[0].flight.posted_s >= STUCK_S:
+        if oldest is not None and not oldest.started_at and time.time() - oldest.flight.posted_s >= STUCK_S:
             return Place.make(self.where, call, Waits.COMPUTE, awaited)
-        return Place.make(self.where, call, Waits.PEERS if handles or self.gathering else Waits.HOST, awaited)
+        waits = Waits.HOST if oldest is None and not self.gathering else Waits.PEERS
+        return Place.make(self.where, call, waits, awaited)
 
     def _abort(self, unreported: bool) -> None:
         """Abort the communicator.
@@ -238,9 +239,9 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
 
     def _check_oldest_exchange(self) -> None:
         """Raise if the oldest exchange exceeds `timeout_s`, counted from the moment this rank was ready for it."""
-        if not self.handles:
+        handle = self.oldest
+        if handle is None:
             return
-        handle = self.handles[0]
         if not handle.started_at:
             handle.note_start()
             return
@@ -272,16 +273,16 @@ class Supervisor(StreamWatch[StreamWorkHandle]):
         launching = self.launching
         if launching is not None:
             return launching[0].peers
-        if not self.handles:
-            return set(self.missing | self.leaving)
-        return self.handles[0].hop.peers or self._others
+        # Meanwhile another thread may remove the oldest exchange or release its hop.
+        oldest = self.oldest
+        hop = None if oldest is None else oldest.hop
+        return set(self.missing | self.leaving) if hop is None else hop.peers or self._others
 
     def _pending(self) -> str:
         """Describe the oldest exchange that has not arrived."""
-        if not self.handles:
-            return ""
-        handle = self.handles[0]
-        return f"; pending: exchange {handle.flight.sequence}: {handle.hop}"
+        oldest = self.oldest
+        hop = None if oldest is None else oldest.hop
+        return "" if oldest is None or hop is None else f"; pending: exchange {oldest.flight.sequence}: {hop}"
 
 
 def _extended(error: BaseException, text: str) -> BaseException:
