@@ -954,7 +954,8 @@ class Ring(Runtime):
         """Replay a captured CUDA graph of calls of this ring on the current stream, under a single deadline.
 
         All ranks capture and replay the same calls. Run a call once before you capture it, capture with
-        `capture_error_mode="thread_local"`, and delete the graph before you close the ring.
+        `capture_error_mode="thread_local"`, and delete the graph before you close the ring. Until then, the ring keeps
+        the staging buffers of the captured calls. A later call that needs more memory allocates other buffers.
 
         Args:
             graph: A `torch.cuda.CUDAGraph`.

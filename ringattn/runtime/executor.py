@@ -274,6 +274,11 @@ class Executor:
         lists = [] if bound is None else [buffer.lists for buffer in bound.buffers]
         return held_bytes((self.plan, self.works, self._received, lists))
 
+    @property
+    def bound(self) -> object:
+        """The buffers of the last pass, with their row lists, and the hops. They live as long as this object."""
+        return self._bound
+
     def unbind(self) -> None:
         """Release the memory of the pool; the next pass binds the buffers again."""
         self._bound = None

@@ -95,6 +95,8 @@ class Runtime(ProcessBound):
         self._counters = Counters()
         # Bounded: with new documents in each step, the number of plans has no limit.
         self._executors: BoundedCache[tuple[Any, ...], Executor] = BoundedCache(lambda key, each: each.held_bytes())
+        # The buffers of captured passes by `id`. A graph has their addresses even if the pool has grown since.
+        self._captured: dict[int, object] = {}
         # The passes since `recent_passes` was called, and those that it returned; None before its first call.
         self._passes: dict[tuple[Hashable, bool], None] | None = None
         self._passes_before: tuple[tuple[Hashable, bool], ...] = ()
@@ -293,6 +295,7 @@ class Runtime(ProcessBound):
         for executor in self._executors.values():
             executor.unbind()
         self._executors.clear()
+        self._captured.clear()
         self.pool.release_arena()
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -389,8 +392,8 @@ class Runtime(ProcessBound):
                 return self._new_executor(call, backward)
 
         executor = self._executors.get(key, make)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._executors.keep(key)  # the captured graph contains the addresses of its row lists
+        if is_capturing():
+            self._executors.keep(key)  # the captured graph contains the addresses of its tables
         return executor
 
     def prepare(self, call: AttentionCall, backward: bool) -> None:
@@ -480,7 +483,10 @@ class Runtime(ProcessBound):
         watch = profiler_of(executor.plan, self._recording)
         with self.guarded():
             self._make_room(executor)
-            return executor.run(self.transport, self.pool, self._counters, arithmetic, watch, kept, keep)
+            received = executor.run(self.transport, self.pool, self._counters, arithmetic, watch, kept, keep)
+            if is_capturing():
+                self._captured[id(executor.bound)] = executor.bound
+            return received
 
     @contextmanager
     def accounted(self, executor: Executor, call: AttentionCall) -> Iterator[None]:
@@ -512,6 +518,11 @@ class Runtime(ProcessBound):
         if executor.plan.arena_bytes > self.pool.nbytes:  # the old arena is freed only when no executor views it
             for bound in self._executors.values():
                 bound.unbind()
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def shared_ring_is_open() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from ringattn.engine.base import KV
 from ringattn.engine.plain import PlainEngine
 from ringattn.errors import OutOfMemoryError, PeerLostError
 from ringattn.observe.memory import is_shortage
+from ringattn.runtime import runtime
 from ringattn.transport.nccl.binding import NcclError, Status
 from ringattn.transport.nccl.communicator import Communicator
 from ringattn.transport.nccl.options import NcclOptions
@@ -201,6 +203,37 @@ def test_growth_behind_a_stuck_gpu_leaves_the_old_memory(register: bool, capsys:
     options = NcclOptions(register=register)
     assert results(on_gpus(world, body, deadline_s=0.4, options=options)) == [(True, True)] * 2
     assert world.violations == [] and "rank 1: the GPU was still computing after 0.4 s" in capsys.readouterr().err
+
+
+@MEMORY
+def test_a_graph_can_be_replayed_after_growth(register: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured pass keeps its arena, and its buffers with their row lists, until the ring is closed."""
+    world, this = SimWorld(2), threading.local()
+    monkeypatch.setattr(runtime, "is_capturing", lambda: world.capturing(this.rank))
+
+    def body(ring: Ring) -> None:
+        this.rank = ring.rank
+        attend(ring)
+        with world.capture(ring.rank) as graph:
+            attend(ring)
+        (executor,) = ring._executors.values()
+        arena = ring.pool.view(0, ring.pool.nbytes)
+        storage, addresses = weakref.ref(arena.untyped_storage()), span(arena)
+        buffers = [weakref.ref(buffer) for buffer in executor._bound.buffers]
+        del executor, arena
+        before = ring.pool.growths
+        attend(ring, 480)
+        ring.synchronize()
+        assert ring.pool.growths == before + 1
+        assert buffers and all(buffer() is not None for buffer in buffers)
+        assert not gone(world, ring.rank, addresses) and storage() is not None
+        ring.replay(graph)
+        ring.synchronize()
+        graph.reset()
+
+    results(on_rings(world, body, ring={"engine": "plain"}, options=NcclOptions(register=register)))
+    assert world.violations == []
+    assert until(lambda: not any(world.memory.nccl_bytes(rank) for rank in range(2)))
 
 
 # --- after failures --------------------------------------------------------------------------------------------------
