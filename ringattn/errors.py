@@ -43,7 +43,8 @@ class DisagreementError(InputError):
         Ranks took different branches of the program, or were started with different arguments or libraries.
 
     Remedy:
-        Compare the lines of the message, one for each rank, and change the call of the rank that differs.
+        Compare the lines of the message, one for each rank, and change the call of the rank that differs. Do not
+        continue with the next batch unless all ranks stopped at the same call: the ranks may be in different batches.
     """
 
 

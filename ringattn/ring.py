@@ -74,8 +74,12 @@ class Ring(Runtime):
     """A group of ranks that compute attention together, as one of these ranks sees it.
 
     A ring owns its rank's transport, memory pool and cached plans, and closes them. It is a context
-    manager; a ring that is garbage collected is closed soon afterwards. One thread at a time uses a ring, and all ranks
-    make the same calls in the same order. After a failure, every later call on every rank raises `ClosedError`.
+    manager; a ring that is garbage collected is closed soon afterwards. After a failure, every later call on every rank
+    raises `ClosedError`.
+
+    One thread at a time uses a ring, and all ranks make the same calls in the same order, for the same batches. A lock
+    between threads does not ensure this order. Calls of the same shapes are paired without an error in another order,
+    or for different batches, and the results are then wrong.
 
     Attributes:
         rank: This rank, 0 .. world_size - 1.

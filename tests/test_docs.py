@@ -9,10 +9,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ringattn import Ring
 from ringattn.cli import COMMANDS, main
 from ringattn.launch.train import train
 from ringattn.launch.train.checkpoints import MAY_CHANGE
@@ -243,6 +245,21 @@ def test_the_hung_script_ends_with_the_errors_that_the_page_shows(tmp_path: Path
     error, divergence = (" ".join(text.split()) for text in re.findall(r"^```text\n(.*?)^```$", page, re.M | re.S))
     assert error in " ".join(done.stderr.split())
     assert divergence in " ".join(records.stdout.split())
+
+
+def test_a_batch_that_one_rank_cannot_load_is_skipped_on_all() -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(block_of("hung-job.md", "skip"), names)
+
+    def body(ring: Ring) -> list[int]:
+        def load(number: int) -> int:
+            if number == 1 + ring.rank:
+                raise OSError("truncated file")
+            return number
+
+        return list(names["batches"](ring, load, 5))
+
+    assert run_ranks(2, body) == [[0, 3, 4]] * 2
 
 
 # --- the commands of docs/training.md --------------------------------------------------------------------------------
