@@ -454,14 +454,22 @@ def check_tensors(
         check_device(ring, name, x)
         if x.device != q.device:
             raise InputError(where + f"{name} is on {x.device} and q is on {q.device}; they must be equal")
-        if x.stride(3) != 1 and x.shape[3] > 1 and x.numel():
-            raise InputError(where + f"the last dimension of {name} must be contiguous; call {name}.contiguous()")
+        check_last_dimension(where, name, x)
     if k.shape[2] != v.shape[2]:
         raise InputError(where + f"k has {k.shape[2]} heads and v has {v.shape[2]} heads; they must be equal")
     if q.shape[3] != k.shape[3]:
         raise InputError(where + f"q has head_dim {q.shape[3]} and k has head_dim {k.shape[3]}; they must be equal")
     check_recordable(where, {"q": q, "k": k, "v": v, "sinks": sinks})
     check_sinks(where, sinks, q.shape[2], q.device)
+
+
+def check_last_dimension(where: str, name: str, x: Tensor) -> None:
+    """Raise `InputError` unless the last dimension of `x` is contiguous, as engines need it.
+
+    `where`: the words with which the error begins.
+    """
+    if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel():
+        raise InputError(where + f"the last dimension of {name} must be contiguous; call {name}.contiguous()")
 
 
 def check_sinks(where: str, sinks: Tensor | None, heads: int, device: torch.device) -> None:

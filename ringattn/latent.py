@@ -12,6 +12,7 @@ from ringattn.attention import (
     agreed,
     attend,
     backward_pass,
+    check_last_dimension,
     check_sinks,
     dropout_seed_of,
     forward_pass,
@@ -20,7 +21,7 @@ from ringattn.attention import (
 )
 from ringattn.core.problem import Problem
 from ringattn.engine.base import accumulator_dtype
-from ringattn.engine.latent import LatentEngine
+from ringattn.engine.latent import LatentEngine, expand
 from ringattn.errors import InputError
 from ringattn.gradients import once_differentiable
 from ringattn.options import AttentionOptions
@@ -56,10 +57,7 @@ def attend_latents(
             wire == "auto" and latents_are_faster(problem, _expanded_problem(problem), options.schedule, ring.machines)
         )
     if not sends_latents:
-        keys = torch.einsum("btl,hkl->bthk", latents, w_k)
-        keys = torch.cat([keys, rotary[:, :, None].expand(-1, -1, q.shape[2], -1)], 3)
-        values = torch.einsum("btl,hvl->bthv", latents, w_v)
-        return attend(ring, q, keys, values, seq, None, options)
+        return attend(ring, q, *expand(latents, rotary, w_k, w_v), seq, None, options)
 
     def described() -> AttentionCall:
         softmax = softmax_of(options, q.shape[3], q.shape[2], 1)
@@ -97,6 +95,7 @@ def _check(ring: Runtime, tensors: dict[str, Tensor], seq: Sequence, sinks: Tens
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise InputError(f"{name} must have the shape {shape}, got {tuple(tensors[name].shape)}")
+    check_last_dimension("", "q", q)
     if ring.kv_wire_dtype is not None:
         raise InputError(f"kv_wire_dtype={ring.kv_wire_dtype} rounds K and V; latents are sent in their own dtype only")
     check_sinks("", sinks, heads, q.device)

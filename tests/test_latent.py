@@ -36,14 +36,16 @@ SHARDED = 3
 """The first fields of `Inputs` are sharded; the weights are the same on all ranks."""
 
 
-def drawn_inputs(tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> Inputs:
+def drawn_inputs(
+    tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64, latent: int = LATENT, value: int = VALUE
+) -> Inputs:
     torch.manual_seed(tokens)
     shapes = [
         (batch, tokens, HEADS, NOPE + ROPE),
         (batch, tokens, ROPE),
-        (batch, tokens, LATENT),
-        (HEADS, NOPE, LATENT),
-        (HEADS, VALUE, LATENT),
+        (batch, tokens, latent),
+        (HEADS, NOPE, latent),
+        (HEADS, value, latent),
     ]
     return Inputs(*(torch.randn(shape, dtype=dtype) for shape in shapes))
 
@@ -127,6 +129,18 @@ def test_the_engine_that_auto_takes_gives_the_same_results(dtype: torch.dtype, t
             for actual, expected in zip(results, [out, lse, *grads], strict=True):
                 error = (actual.double() - expected).abs().max() / expected.abs().max()
                 assert error < tolerance
+
+
+@pytest.mark.parametrize("wire", ["latents", "keys"])
+@pytest.mark.parametrize("value", [4, 8])
+def test_latents_of_one_number_are_expanded_with_a_contiguous_last_dimension(wire: str, value: int):
+    """torch's operator for the CPU misreads values whose last dimension is not contiguous."""
+    inputs = drawn_inputs(21, batch=1, latent=1, value=value)
+    weights = torch.randn(1, 21, HEADS, value, dtype=torch.float64)
+    out, lse, grads = reference(inputs, weights, causal=True)
+    for results in run_ranks(2, lambda ring: over_ring(ring, inputs, weights, "zigzag", wire, causal=True)):
+        for actual, expected in zip(results, [out, lse, *grads], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -224,6 +238,7 @@ REFUSED = {
     "w_k must have the shape .3, 5, 4.": {"w_k": torch.zeros(3, 4, 4, dtype=torch.float64)},
     "rotary must have 3 dimensions": {"rotary": torch.zeros(2, 4, 1, 2, dtype=torch.float64)},
     "q must have the shape .2, 4, 3, 7.": {"q": torch.zeros(2, 8, 3, 7, dtype=torch.float64)},
+    "the last dimension of q must be contiguous": {"q": torch.zeros(2, 4, 7, 3, dtype=torch.float64).mT},
 }
 
 

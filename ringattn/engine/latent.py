@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringattn.core.geometry import Tile
@@ -137,11 +138,22 @@ class LatentEngine:
 
     def _expanded(self, kv: KV) -> KV:
         """Return the keys and values of all heads of a block, in the dtype of the block."""
-        w_k, w_v = self.weights
-        latents = kv.v[:, :, 0]
-        rotary = kv.k.expand(-1, -1, len(w_k), -1)
-        keys = torch.cat([torch.einsum("nbl,hkl->nbhk", latents, w_k), rotary], 3)
-        return KV(keys, torch.einsum("nbl,hvl->nbhv", latents, w_v))
+        return KV(*expand(kv.v[:, :, 0], kv.k[:, :, 0], *self.weights))
+
+
+def expand(latents: Tensor, rotary: Tensor, w_k: Tensor, w_v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all heads, contiguous in memory, as engines need their last dimension.
+
+    Shape:
+        latents: (..., d_latent), with two leading dimensions
+        rotary: (..., d_rope)
+        w_k: (heads, d_k - d_rope, d_latent)
+        w_v: (heads, d_v, d_latent)
+        returns: (..., heads, d_k) and (..., heads, d_v)
+    """
+    # Not einsum: for d_latent = 1 the memory order of its result is that of its operands.
+    parts, values = (F.linear(latents, w.flatten(0, 1)).unflatten(-1, w.shape[:2]) for w in (w_k, w_v))
+    return torch.cat([parts, rotary[:, :, None].expand(-1, -1, len(w_k), -1)], 3), values
 
 
 def _union(pieces: Sequence[Piece]) -> tuple[slice, ...]:
