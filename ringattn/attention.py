@@ -361,7 +361,7 @@ def forward_pass(
     rows_q, local = q.detach().transpose(0, 1), LocalTensors(k.detach().transpose(0, 1), v.detach().transpose(0, 1))
     executor = ring.executor_of(call, backward=False)
     logits = None if sinks is None else sinks.detach().contiguous()
-    with ring.accounted(executor, call), _uncast(q):
+    with ring.accounted(executor, call), uncast(q):
         arithmetic = ForwardArithmetic(
             engine or call.engine, executor.works, rows_q, local, value_dim, logits, call.dropout_seed
         )
@@ -393,7 +393,7 @@ def backward_pass(
     if dout is None:
         dout = torch.zeros_like(out)
     executor = ring.executor_of(call, backward=True)
-    with ring.accounted(executor, call), _uncast(q):
+    with ring.accounted(executor, call), uncast(q):
         inputs = _backward_inputs(call.engine, dout.transpose(0, 1), out.transpose(0, 1), lse, dlse)
         inputs = inputs._replace(dropout_seed=call.dropout_seed)
         sums = executor.plan.own_sums
@@ -412,7 +412,7 @@ def backward_pass(
     return dq, dk, dv, dsinks
 
 
-def _uncast(like: Tensor) -> torch.autocast:
+def uncast(like: Tensor) -> torch.autocast:
     """Return a context that disables the caller's torch.autocast, because engines and the merge choose their dtypes."""
     return torch.autocast(like.device.type, enabled=False)
 

@@ -18,6 +18,7 @@ from ringattn.attention import (
     forward_pass,
     make_problem,
     softmax_of,
+    uncast,
 )
 from ringattn.core.problem import Problem
 from ringattn.engine.base import accumulator_dtype
@@ -57,7 +58,9 @@ def attend_latents(
             wire == "auto" and latents_are_faster(problem, _expanded_problem(problem), options.schedule, ring.machines)
         )
     if not sends_latents:
-        return attend(ring, q, *expand(latents, rotary, w_k, w_v), seq, None, options)
+        with uncast(q):
+            keys, values = expand(latents, rotary, w_k, w_v)
+        return attend(ring, q, keys, values, seq, None, options)
 
     def described() -> AttentionCall:
         softmax = softmax_of(options, q.shape[3], q.shape[2], 1)

@@ -143,6 +143,23 @@ def test_latents_of_one_number_are_expanded_with_a_contiguous_last_dimension(wir
             torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("wire", ["latents", "keys"])
+def test_autocast_changes_nothing(wire: str):
+    inputs = drawn_inputs(16, dtype=torch.float32)
+
+    def body(ring: Ring, autocast: bool) -> list[Tensor]:
+        seq = ring.sequence(16)
+        leaves = [seq.shard(x).requires_grad_() for x in inputs[:SHARDED]]
+        leaves += [x.clone().requires_grad_() for x in inputs[SHARDED:]]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = ring.latent_attention(*leaves, seq, wire=wire, causal=True)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    plain = run_ranks(2, lambda ring: body(ring, False))
+    for results, expected in zip(run_ranks(2, lambda ring: body(ring, True)), plain, strict=True):
+        assert all(torch.equal(actual, exact) for actual, exact in zip(results, expected, strict=True))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_attention_is_recomputed_in_checkpointed_code(reentrant: bool):
     inputs = drawn_inputs(16)
