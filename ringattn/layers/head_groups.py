@@ -142,23 +142,26 @@ class _Grouped(torch.autograd.Function):
         dout_weight = torch.empty_like(out_weight) if needs_out else None
         sums: list[Tensor | None] = [None] * len(call.trained)
         rows = grad.flatten(0, -2)
+        # Without another input that has a gradient, x joins this rank in the backward passes of the ring.
+        reaches_x = needs_x or not call.trained
         for group in reversed(range(groups)):
             results, part = call.results[group], slice(group * columns, (group + 1) * columns)
             count = 3 * len(results.calls)
             results.tensors = [kept.pop() for _ in range(count)][::-1]
-            shared = x.detach().requires_grad_(needs_x)
+            shared = x.detach().requires_grad_(reaches_x)
             with results.returning():
                 out = call.run(shared, group)
             results.tensors = []
             if dout_weight is not None:
                 dout_weight[:, part] = rows.T @ out.detach().flatten(0, -2)
-            inputs = [shared, *call.trained] if needs_x else list(call.trained)
+            inputs = [shared, *call.trained] if reaches_x else list(call.trained)
             grads = gradients_of(out, inputs, grad @ out_weight[:, part].to(grad.dtype))
             del out, shared
-            if needs_x:
+            if reaches_x:
                 dx_of_group, *grads = grads
-                assert dx_of_group is not None
-                dx = dx_of_group if dx is None else dx.add_(dx_of_group)
+                if needs_x:
+                    assert dx_of_group is not None
+                    dx = dx_of_group if dx is None else dx.add_(dx_of_group)
                 del dx_of_group
             sums = [added(total, dweight) for total, dweight in zip(sums, grads, strict=True)]
         pairs = zip(sums, call.trained, strict=True)

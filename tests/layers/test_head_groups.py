@@ -62,13 +62,13 @@ class Layer(nn.Module):
         return in_head_groups(HeadGroups(attention, groups), x, weights, self.out.weight, self.out.bias)
 
 
-def compare(world_size: int, groups: int, again: bool, batch: int = 2, frozen: str = "") -> None:
+def compare(world_size: int, groups: int, again: bool, batch: int = 2, frozen: tuple[str, ...] = ()) -> None:
     """Compare values, gradients and the number of passes with the reference."""
     layer, generator = Layer(), torch.Generator().manual_seed(groups)
     x, weight = (torch.randn(batch, DOCUMENTS[-1], DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
-    needs_x = frozen != "x"
+        parameter.requires_grad_(not name.startswith(frozen))
+    needs_x = "x" not in frozen
     shared = copy.deepcopy(layer)
     x.requires_grad_(needs_x)
     expected = layer.dense(x)
@@ -102,7 +102,11 @@ def compare(world_size: int, groups: int, again: bool, batch: int = 2, frozen: s
 
 def test_groups_equal_dense_attention() -> None:
     compare(2, 4, again=True)
-    compare(1, 2, again=False, frozen="x")
+    compare(1, 2, again=False, frozen=("x",))
+
+
+def test_the_output_projection_is_trained_alone() -> None:
+    compare(2, 2, again=False, frozen=("x", "q", "k", "v"))
 
 
 @pytest.mark.slow
@@ -110,7 +114,7 @@ def test_groups_equal_dense_attention() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_number_of_groups_equals_dense_attention(world_size: int, groups: int, again: bool) -> None:
-    for frozen in ("", "x", "q", "k.bias", "out"):
+    for frozen in ((), ("x",), ("q",), ("k.bias",), ("out",), ("x", "q", "k", "v")):
         compare(world_size, groups, again, frozen=frozen)
 
 
@@ -119,11 +123,14 @@ def test_the_output_projection_in_tiles_changes_nothing(monkeypatch: pytest.Monk
     compare(2, 2, again=False, batch=1)
 
 
-def test_a_rank_without_gradients_takes_part_in_the_backward_passes() -> None:
+@pytest.mark.parametrize("trained", ["none", "out"])
+def test_a_rank_without_gradients_of_heads_takes_part_in_the_backward_passes(trained: str) -> None:
     layer = Layer()
 
     def of_rank(ring: Ring) -> int:
-        part, seq = copy.deepcopy(layer).requires_grad_(ring.rank == 0), ring.sequence(16)
+        part, seq = copy.deepcopy(layer), ring.sequence(16)
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_(ring.rank == 0 or name.startswith(trained))
         out = part.ring(torch.ones(1, 8, DIM, dtype=torch.float64), seq, 2)
         out.sum().backward()
         return ring.counters()["passes"]
