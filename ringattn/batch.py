@@ -180,8 +180,9 @@ def make_batch(
     times = [float(pairs_of_token) * part.tokens + part.pairs for part in parts]
     limit = sum(lengths) if max_tokens_per_rank is None else max_tokens_per_rank * ring.world_size
     groups = _groups(lengths, times, limit, micro_batches, ring.world_size)
+    trees = any(part.tree is not None for part in parts)
     return tuple(
-        MicroBatch(group, _sequence(ring, [parts[index] for index in group], schedule),
+        MicroBatch(group, _sequence(ring, [parts[index] for index in group], trees, schedule),
                    sum(times[index] for index in group), lengths)
         for group in groups
     )  # fmt: skip
@@ -216,9 +217,12 @@ def _sample(index: int, sample: int | AttentionMask) -> _Sample:
     return _Sample(tokens, pairs, tree)
 
 
-def _sequence(ring: Any, parts: Many[_Sample], schedule: str) -> Sequence[Any]:
-    """Return the packed sequence of samples: documents, or a tree with a root for each sample if any is a tree."""
-    if all(part.tree is None for part in parts):
+def _sequence(ring: Any, parts: Many[_Sample], trees: bool, schedule: str) -> Sequence[Any]:
+    """Return the packed sequence of samples: documents, or with `trees` a tree with a root for each sample.
+
+    `trees`: whether any sample of the batch is a tree, so that all its micro-batches take the same calls.
+    """
+    if not trees:
         cu_seqlens = tuple(accumulate((part.tokens for part in parts), initial=0))
         return ring.sequence(cu_seqlens=cu_seqlens, layout="documents", schedule=schedule)
     parents: list[int] = []

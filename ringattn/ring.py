@@ -276,9 +276,10 @@ class Ring(Runtime):
     ) -> tuple[MicroBatch, ...]:
         """Divide the samples of an optimizer step among micro-batches of nearly equal predicted time. Local.
 
-        Each micro-batch is a packed sequence over all ranks, placed as by layout="documents" (or "mask", if there are
-        trees): short samples are whole on a rank, long ones are cut, and tokens and pairs are even on all ranks. Use it
-        with one ring of all ranks, instead of groups for data and context parallelism. Samples are never truncated.
+        Each micro-batch is a packed sequence over all ranks, placed as by layout="documents": short samples are whole
+        on a rank, long ones are cut, and tokens and pairs are even on all ranks. If any sample is a tree, each
+        micro-batch is a tree with a root for each sample, placed as by layout="mask". Use it with one ring of all
+        ranks, instead of groups for data and context parallelism. Samples are never truncated.
 
         Args:
             samples: The number of tokens of each sample, or its `masks.tree`, the same on all ranks.

@@ -91,8 +91,8 @@ def one_process(texts: list[Tensor], labels: list[Tensor], parents: list[list[in
 def over_ring(ring: Ring, texts: list[Tensor], labels: list[Tensor], samples: list[Any], **options: Any) -> Trained:
     """Return the results of the same loss with `ring.batch`, summed over ranks."""
     batch = ring.batch(samples, **options)
-    is_tree = [isinstance(micro.seq.mask, masks.Tree) for micro in batch]
-    edges = [micro.seq.edges() if tree else None for micro, tree in zip(batch, is_tree, strict=True)]
+    trees = any(isinstance(sample, masks.Tree) for sample in samples)
+    edges = [micro.seq.edges() if trees else None for micro in batch]
     targets = [
         torch.cat([labels[sample] for sample in micro.samples])[edge[1]] if edge else micro.shard_labels(labels)
         for micro, edge in zip(batch, edges, strict=True)
@@ -168,6 +168,12 @@ def test_loss_and_gradients_of_long_samples_are_those_of_one_process(seed: int) 
 def test_trees_and_lengths_in_one_batch(ranks: int) -> None:
     samples = [masks.tree([-1, 0, 0, 2, 0], [9, 5, 4, 3, 6]), 13, masks.tree([-1, -1, 1], [3, 4, 8]), 1, 20]
     check(ranks, samples, random.Random(ranks), micro_batches=2, token_pairs=3.0)
+
+
+def test_a_micro_batch_without_trees_has_edges_too_if_the_batch_has_a_tree() -> None:
+    samples = [masks.tree([-1, 0, 0], [2, 2, 2]), 7]
+    assert {micro.samples for micro in planned(2, samples, micro_batches=2)} == {(0,), (1,)}
+    check(2, samples, random.Random(1), micro_batches=2)
 
 
 # --- how samples are divided -----------------------------------------------------------------------------------------
