@@ -1,4 +1,4 @@
-"""The refusal of second derivatives."""
+"""The refusal of second derivatives, and tensors that share a node of the autograd graph."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ringattn.errors import UnsupportedError
 
@@ -35,3 +36,31 @@ def once_differentiable(backward: Backward) -> Backward:
         return backward(ctx, *grads)
 
     return refusing
+
+
+class _SharedNode(torch.autograd.Function):
+    """Return an empty tensor, and the inputs. Backward returns the gradients of the inputs as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return (tensors[0].new_empty(0), *(tensor.view_as(tensor) for tensor in tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def with_shared_node(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return an empty tensor and the tensors, all outputs of one node of the autograd graph.
+
+    Autograd runs only the nodes between a loss and the tensors whose gradients are requested. What depends on the empty
+    tensor is between the loss and each of `tensors`. So a collective backward pass that depends on it runs on all ranks
+    or on none, whichever gradients are requested.
+    """
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    if not trained or not torch.is_grad_enabled():
+        return (tensors[0].new_empty(0), *tensors)
+    empty, *views = _SharedNode.apply(*trained)
+    return (empty, *(views.pop(0) if tensor.requires_grad else tensor for tensor in tensors))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ringattn.core.fragments import Fragment
 from ringattn.errors import InputError
+from ringattn.gradients import with_shared_node
 from ringattn.integers import whole_number
 from ringattn.layers.base import Layer, check_sequence
 from ringattn.runtime.consistency import check_kinds
@@ -216,9 +217,10 @@ class GatedDeltaRule(Layer):
             fragments = seq.fragments()
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         with torch.autocast(v.device.type, enabled=False):
+            reached, q, k, v, g, beta = with_shared_node(q, k, v, g, beta)
             if self.fn is None or not v.numel():
-                return _chunked(q, k, v, g, beta, scale, fragments, seq)
-            return _by_kernel(_DeltaRule(self.fn, (q, k, v, g, beta), scale), fragments, seq)
+                return _chunked(q, k, v, g, beta, scale, reached, fragments, seq)
+            return _by_kernel(_DeltaRule(self.fn, (q, k, v, g, beta), scale), reached, fragments, seq)
 
     def extra_repr(self) -> str:
         """Describe the layer in a printed model.
@@ -330,10 +332,11 @@ class SelectiveState(Layer):
             wide = _wide(x, dt, A, B, C)
             dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
             dt = (F.softplus(dt) if self.dt_softplus else dt).clamp(*self.dt_limit)
+            reached, x, dt, A, B, C = with_shared_node(x, dt, A, B, C)
             if self.fn is None or not x.numel():
-                out = _chunked(C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, 1.0, fragments, seq)
+                out = _chunked(C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, 1.0, reached, fragments, seq)
             else:
-                out = _by_kernel(_SelectiveState(self.fn, (C, B, x, dt), A), fragments, seq)
+                out = _by_kernel(_SelectiveState(self.fn, (C, B, x, dt), A), reached, fragments, seq)
             if D is not None:
                 out = out + D.to(wide).view(D.shape[0], -1) * x
             return out.to(x.dtype)
@@ -391,10 +394,14 @@ def _chunked(
     g: Tensor,
     beta: Tensor | None,
     scale: float,
+    reached: Tensor,
     fragments: tuple[Fragment, ...],
     seq: Sequence,
 ) -> Tensor:
     """Return the outputs of S[t] = exp(g[t]) S[t - 1] + k[t] v[t]^T, or with `beta` of the delta rule.
+
+    `reached`: the empty tensor of `with_shared_node` for all tensors of the call. The backward pass of the scan is
+    collective, and the states of a rank may depend on some tensors only, or on none if the rank has no tokens.
 
     Within a chunk, let S be its initial state and D[i, j] the decay from token j to token i. By the UT transform, the
     delta rule adds k[i] (u[i] - w[i] S)^T, where (u, w) = (I + strict lower part of beta k k^T D)^-1 beta (v, decayed
@@ -459,8 +466,7 @@ def _chunked(
     transitions = final[..., d_v:] if continued else final.new_zeros(*final.shape[:-1], d_k if matrix else 1)
     if not matrix and gate.shape[-1] == 1:
         transitions = transitions[..., :1, :]
-    states = final[..., :d_v] if len(parts) else reach(final[..., :d_v], values)
-    with started_scan(seq.ring, transitions, states, seq, matrix) as scan:
+    with started_scan(seq.ring, transitions, reach(final[..., :d_v], reached), seq, matrix) as scan:
         # The outputs for empty initial states, while states are exchanged.
         start, passed = torch.cat(starts).split([d_v, unit.shape[-1]], -1)
         read = q_start if w is None else q_start - scores @ w
@@ -557,8 +563,13 @@ class _SelectiveState:
         return out
 
 
-def _by_kernel(kernel: _DeltaRule | _SelectiveState, fragments: tuple[Fragment, ...], seq: Sequence) -> Tensor:
-    """Return the outputs: fragment by fragment, and all documents that are whole on this rank in one call."""
+def _by_kernel(
+    kernel: _DeltaRule | _SelectiveState, reached: Tensor, fragments: tuple[Fragment, ...], seq: Sequence
+) -> Tensor:
+    """Return the outputs: fragment by fragment, and all documents that are whole on this rank in one call.
+
+    `reached`: as in `_chunked`.
+    """
     whole = [each for each in fragments if not each.is_part]
     cut = [each for each in fragments if each.is_part]
     parts = {each: kernel.part(each) for each in cut if not each.ends_document}
@@ -568,10 +579,8 @@ def _by_kernel(kernel: _DeltaRule | _SelectiveState, fragments: tuple[Fragment, 
     unused = zeros.new_zeros(*zeros.shape[:2], *((keys.shape[-1],) * 2 if kernel.matrix else (1, 1)))
     transitions = torch.stack([unused, *(parts[each].transition if each in parts else unused for each in cut)])[1:]
     states = torch.stack([zeros, *(parts[each].state if each in parts else zeros for each in cut)])[1:]
-    # If all fragments end their documents, `states` does not depend on the tensors; its backward pass is collective.
-    states = states if parts else reach(states, values)
     outs: dict[Fragment, Tensor] = {}
-    with started_scan(seq.ring, transitions, states, seq, kernel.matrix) as scan:
+    with started_scan(seq.ring, transitions, reach(states, reached), seq, kernel.matrix) as scan:
         parts |= {each: kernel.part(each) for each in cut if each.ends_document}
         if whole:
             rows = torch.cat([torch.arange(each.start, each.stop, device=values.device) for each in whole])

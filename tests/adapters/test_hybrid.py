@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -74,6 +76,31 @@ def test_results_are_those_of_one_process(name: str, ranks: int, layout: str, ki
     with wide():
         results = _errors(model, data, ranks, layout)
     assert {name: error for name, error in results.items() if not error < 1e-8} == {}
+
+
+@pytest.mark.parametrize("name", [name for name in ("mamba2", "mamba", "qwen3_5_text") if name in _KNOWN])
+def test_gradients_of_some_weights_are_computed_alone(name: str):
+    """Weights that a mixer passes to its recurrence without a projection, so that only the recurrence reaches them."""
+    model, data = prepare(hybrid_model(name)), _BATCHES["plain"]
+    with wide():
+        expected = one_process(model, data).gradients
+
+    def body(ring: Ring, weight: str) -> tuple[list[str], list[torch.Tensor]]:
+        copied, seq = copy.deepcopy(model), ring.sequence(data.bounds[-1], layout="contiguous")
+        weights = {name: value for name, value in copied.named_parameters() if name.endswith(weight)}
+        with ring.activate(seq):
+            logits = copied(input_ids=seq.shard(data.tokens), position_ids=seq.positions()[None]).logits
+        labels = seq.shard(data.labels)
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / data.count
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        ring.all_reduce(list(gradients))
+        return list(weights), list(gradients)
+
+    for weight in ("A_log", "dt_proj.bias" if name == "mamba" else "dt_bias"):
+        with wide():
+            ((names, gradients), _) = run_ranks(2, lambda ring, weight=weight: body(ring, weight))
+        for each, gradient in zip(names, gradients, strict=True):
+            torch.testing.assert_close(gradient, expected[each], rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.slow

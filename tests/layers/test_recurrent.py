@@ -530,6 +530,36 @@ def test_striped_sequences_are_refused() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("name", ["gate per head", "selective state"])
+def test_the_gradient_of_one_tensor_is_computed_alone(name: str) -> None:
+    """Whichever gradient is requested, all ranks run the backward pass of the states.
+
+    The last rank ends the document, so its states are not needed, and the states of these kernels do not depend on all
+    tensors.
+    """
+    torch.manual_seed(0)
+    case = KERNELS[name]()
+    weights = torch.randn_like(case.reference(**case.sharded, **case.shared))
+    expected = one_process(case, weights, (0, TOKENS)).gradients
+
+    def body(ring: Ring) -> dict[str, Tensor]:
+        seq = ring.sequence(TOKENS, layout="contiguous")
+        gradients = {}
+        for name in expected:
+            leaves = {name: seq.shard(x).clone().requires_grad_() for name, x in case.sharded.items()}
+            leaves |= {name: x.clone().requires_grad_() for name, x in case.shared.items()}
+            loss = (case.layer(leaves, seq) * seq.shard(weights)).sum()
+            (gradient,) = torch.autograd.grad(loss, [leaves[name]])
+            if name in case.shared:
+                ring.all_reduce([gradient])
+            gradients[name] = gradient if name in case.shared else seq.gather(gradient)
+        return gradients
+
+    for gradients in run_ranks(2, body):
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_ranks_without_tokens_take_part(kernels: bool) -> None:
     conv = ShortConvolution(8, 1, activation="silu", fn=convolution_kernel if kernels else None)

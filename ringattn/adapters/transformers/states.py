@@ -17,6 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from ringattn.adapters.transformers.calls import CACHES, PART, STATES, attending
 from ringattn.adapters.transformers.checks import STATE_ENTRIES, check_documents, check_tokens
 from ringattn.core.fragments import Fragment
 from ringattn.errors import InputError, UnsupportedError
+from ringattn.gradients import with_shared_node
 from ringattn.runtime.activation import attended
 from ringattn.runtime.states import reach, started_scan
 from ringattn.sequence import Sequence
@@ -76,12 +78,14 @@ class _Recurrence(ABC):
 
     `dim`: the dimension of tokens of its tensors. `values`: the index of the tensor that has the shape of the outputs.
     `shape`, `dtype`: of the state. `transition`: the shape of M. `matrix`: M is a matrix that is multiplied from the
-    left, not a factor.
+    left, not a factor. `decay`, `options`: other arguments of the model's function, which have no tokens.
     """
 
     dim = 1
     values = 0
     matrix = False
+    decay: Tensor | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, tensors: tuple[Tensor, ...], shape: tuple[int, ...], transition: tuple[int, ...]) -> None:
         self.tensors, self.shape, self.transition = tensors, shape, transition
@@ -101,6 +105,7 @@ class _Recurrence(ABC):
 
     def over_ring(self, seq: Sequence) -> Tensor:
         """Return the outputs of this rank's tokens. A collective call, and so is its backward pass."""
+        reached = self._share_node()
         fragments = seq.fragments()
         parts = [each for each in fragments if each.is_part]
         empty = torch.zeros(self.shape, dtype=self.dtype, device=self.tensors[0].device)
@@ -112,9 +117,7 @@ class _Recurrence(ABC):
         states = [open_ends[each].state if each in open_ends else empty for each in parts]
         transitions = [open_ends[each].transition if each in open_ends else unused for each in parts]
         # A first row of zeros, because no list may be empty.
-        joined = torch.stack([empty, *states])[1:]
-        if not open_ends:  # its backward pass is collective, so the states must depend on the tensors
-            joined = reach(joined, self.tensors[0])
+        joined = reach(torch.stack([empty, *states])[1:], reached)
         whole = [each for each in fragments if not each.is_part]
         with started_scan(seq.ring, torch.stack([unused, *transitions])[1:], joined, seq, self.matrix) as scan:
             outputs = dict(zip(whole, self.documents([self.cut(each) for each in whole]), strict=True))
@@ -127,6 +130,22 @@ class _Recurrence(ABC):
         if not fragments:  # a rank without tokens
             return reach(self.tensors[self.values], before)
         return reach(torch.cat([outputs[each] for each in fragments], self.dim), before)
+
+    def _share_node(self) -> Tensor:
+        """Replace the tensors of the call by outputs of one node. Return the empty tensor that depends on all.
+
+        The backward pass of the scan is collective. The states of a rank may depend on some tensors only, or on none if
+        its fragments end their documents.
+        """
+        others = {name: x for name, x in self.options.items() if isinstance(x, Tensor)}
+        decay = () if self.decay is None else (self.decay,)
+        reached, *tensors = with_shared_node(*self.tensors, *decay, *others.values())
+        count = len(self.tensors)
+        self.tensors = tuple(tensors[:count])
+        if decay:
+            self.decay = tensors[count]
+        self.options = {**self.options, **dict(zip(others, tensors[count + len(decay) :], strict=True))}
+        return reached
 
     def documents(self, documents: list[tuple[Tensor, ...]]) -> list[Tensor]:
         """Return the outputs of whole documents: of all at once, if a kernel computes packed documents."""
@@ -205,6 +224,8 @@ class _DeltaRule(_Recurrence):
 class _Mamba2(_Recurrence):
     """The scan of Mamba-2 with one decay for each head: state head_dim x state_size."""
 
+    decay: Tensor
+
     def __init__(
         self, function: Function, tensors: tuple[Tensor, ...], decay: Tensor, options: Mapping[str, Any]
     ) -> None:
@@ -249,6 +270,7 @@ class _Mamba(_Recurrence):
     """The selective scan of Mamba, with a decay for each channel and state. The function takes no initial state."""
 
     dim = 2
+    decay: Tensor
 
     def __init__(
         self, function: Function, tensors: tuple[Tensor, ...], decay: Tensor, options: Mapping[str, Any]
