@@ -33,9 +33,9 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("fresh", deadline=None, max_examples=30)
-    settings.register_profile("repeatable", settings.get_profile("fresh"), derandomize=True, print_blob=True)
-    settings.load_profile("repeatable")
+    settings.register_profile("dev", deadline=None, max_examples=30)
+    settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True, print_blob=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,14 @@ BEFORE = pytest.StashKey[float]()
 JOB = pytest.StashKey[dict[str, str]]()
 JOB_NAMES = "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "RINGATTN_", "NCCL_", "GLOO_"
 """How the names of the environment variables begin that decide how a ring opens."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis draw the same examples in every run, unless an option names a profile."""
+    if find_spec("hypothesis") is not None and not config.getoption("--hypothesis-profile", None):
+        from hypothesis import settings
+
+        settings.load_profile("ci")
 
 
 @pytest.hookimpl(wrapper=True)
