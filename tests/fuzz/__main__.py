@@ -5,7 +5,7 @@ seconds=60   how long to run (overnight: seconds=3600)
 cases=N      stop after N cases
 start=SEED   the first seed; by default a fresh one
 kinds=a,b    attention, dilated, layers, sequences, order, disagree, nan, processes, idle, states,
-             triton (only when named)
+             functions, triton (only when named)
 jobs=1       processes that run cases
 failures=1   stop after this many failures
 """
@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests.fuzz import session
-from tests.fuzz.draw import KINDS, USUAL, draw, kind_of
+from tests.fuzz.draw import KINDS, LATER, USUAL, draw, kind_of
 from tests.fuzz.judge import error_of
 
 OPTIONS = ("seed", "seconds", "cases", "start", "kinds", "jobs", "failures")
@@ -38,8 +38,8 @@ def main(arguments: list[str]) -> int:
     if "seed" in options:
         return replay(int(options["seed"]))
     kinds = options["kinds"].split(",") if "kinds" in options else list(USUAL)
-    if unknown := set(kinds) - {*KINDS}:
-        print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    if unknown := set(kinds) - {*KINDS, *LATER}:
+        print(f"no kind {', '.join(sorted(unknown))}; there are {', '.join((*KINDS, *LATER))}")
         return 2
     cases = int(options["cases"]) if "cases" in options else None
     seconds = float(options["seconds"]) if "seconds" in options else 60.0 if cases is None else 1e9

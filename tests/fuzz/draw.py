@@ -10,6 +10,7 @@ from random import Random
 
 from tests.fuzz.choices import MODES, RANKS, Case, draw_nodes, maybe, numbers, schedule, sequence
 from tests.fuzz.draw_calls import branches, call, draw_activation, draw_frozen, next_call, odd
+from tests.fuzz.draw_functions import draw_functions
 from tests.fuzz.draw_idle import draw_idle
 from tests.fuzz.draw_states import draw_states
 
@@ -27,7 +28,9 @@ KINDS = {
     "states": 5,
 }
 """Weight of each kind."""
-USUAL = tuple(kind for kind in KINDS if kind != "triton")
+LATER = {"functions": 0.06}
+"""Kinds that take a part of the seeds of all others. The other seeds keep their cases."""
+USUAL = tuple(kind for kind in (*KINDS, *LATER) if kind != "triton")
 """Kinds of a run that names none; the others need Triton's interpreter."""
 FEW_RANKS = {
     "processes": [2, 2, 3, 4], "order": [2, 2, 3, 4], "disagree": [2, 2, 3, 4], "triton": [1, 2, 2, 3],
@@ -36,7 +39,9 @@ FEW_RANKS = {
 
 def kind_of(seed: int) -> str:
     """Return the kind of this seed's case."""
-    return Random(f"kind {seed}").choices(list(KINDS), list(KINDS.values()))[0]
+    r = Random(f"kind {seed}")
+    kind = r.choices(list(KINDS), list(KINDS.values()))[0]
+    return next((later for later, part in LATER.items() if maybe(r, part)), kind)
 
 
 def draw(seed: int) -> Case:
@@ -49,6 +54,8 @@ def draw(seed: int) -> Case:
         return draw_idle(r, case)
     if kind == "states":
         return draw_states(r, case)
+    if kind == "functions":
+        return draw_functions(r, case)
     case |= numbers(r, kind)
     if kind in ("attention", "dilated", "processes", "nan") and maybe(r, 0.25):
         case["nodes"] = draw_nodes(r)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.errors import InputError, RingError
-from tests.fuzz import calls, layers, sequences, states
+from tests.fuzz import calls, functions, layers, sequences, states
 from tests.fuzz.draw import Case
 from tests.fuzz.expected import Expected, Results, expected
 from tests.fuzz.legal import calls_differ, must_refuse
@@ -36,6 +36,8 @@ def check(case: Case) -> None:
             _layer(case)
         elif case["kind"] == "states":
             _states(case)
+        elif case["kind"] == "functions":
+            _function(case)
         else:
             _calls(case)
 
@@ -148,8 +150,22 @@ def _layer(case: Case) -> None:
         raise Wrong(f"the layer is refused: {refusals[0]}" if refusals[0] else f"the layer answers, and {reason}")
     if refusals[0]:
         return
+    _compare_shards(by_rank, layers.expected(case))
+
+
+def _function(case: Case) -> None:
+    by_rank = _all_returned(on_threads(functions.on_rank, case))
+    refusals, reason = [result.get("refused") for result in by_rank], functions.must_refuse(case)
+    if any(bool(reason) != bool(refusal) for refusal in refusals):
+        raise Wrong(f"refused: {refusals}; it should be refused because {reason}")
+    if not reason:
+        _compare_shards(by_rank, functions.expected(case))
+
+
+def _compare_shards(by_rank: Outcomes, expected_results: Results) -> None:
+    """Compare the shards of all ranks, with tokens in dimension 1, and the sums of results named "weight ..."."""
     rows = torch.cat([result["rows"] for result in by_rank])
-    for name, expected_result in layers.expected(case).items():
+    for name, expected_result in expected_results.items():
         value, shards = expected_result.value, [result[name] for result in by_rank]
         if name.startswith("weight "):
             whole = sum((result for result in shards if result is not None), torch.zeros_like(value))

@@ -15,6 +15,7 @@ USUAL: Case = {
     "size": 1.0, "uses": {"out": "weighted", "lse": False}, "twice": False, "in_place": False, "backward_twice": False,
     "mode": "train", "via": "ring", "autocast": None, "nodes": None, "ring": {}, "dtype": "float64", "order": None,
     "steps": 1, "documents": None, "layout": "contiguous", "schedule": "auto", "dims": [2, 2],
+    "batched": False,
 }  # fmt: skip
 """The simplest value of each key."""
 DOWN_TO_ONE = ("ranks", "length")

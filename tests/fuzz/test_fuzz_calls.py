@@ -20,7 +20,7 @@ from tests.fuzz.workers import answers
 QUICK_S, SLOW_S = 5.0, 20.0
 FAILED = Path(__file__).parents[1] / "golden" / "fuzz_failed.json"
 CALLS = ("attention", "dilated", "nan")
-OTHERS = ("layers", "sequences", "order", "disagree", "processes", "idle", "states")
+OTHERS = ("layers", "sequences", "order", "disagree", "processes", "idle", "states", "functions")
 
 
 @pytest.mark.parametrize("default_s", [QUICK_S, pytest.param(SLOW_S, marks=pytest.mark.slow)])

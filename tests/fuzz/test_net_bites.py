@@ -8,9 +8,11 @@ from itertools import count, islice
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from ringattn import attention
-from ringattn.engine import rectangles
+from ringattn.engine import latent, rectangles
 from ringattn.planner.plan import Plan
 from ringattn.runtime import call
 from ringattn.runtime.consistency import ComparedCall
@@ -113,3 +115,22 @@ def test_a_plan_without_steps_that_starts_early(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(Executor, "begins_with_keys", property(eager))
     finds("IndexError", "layers", 60)
+
+
+def test_latents_expanded_to_values_whose_last_dimension_is_not_contiguous(
+    monkeypatch: pytest.MonkeyPatch, finds: Finds
+) -> None:
+    def by_einsum(latents: Tensor, rotary: Tensor, w_k: Tensor, w_v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (torch.einsum("nbl,hkl->nbhk", latents, w) for w in (w_k, w_v))
+        return torch.cat([keys, rotary[:, :, None].expand(-1, -1, len(w_k), -1)], 3), values
+
+    def fused(case: Case) -> bool:
+        """Return whether torch's operator gets the values as they are expanded from latents of one number."""
+        if case["function"] != "latent_attention" or case["shapes"]["latents"] != [1]:
+            return False
+        (heads, d_k), (_, d_v, _) = case["shapes"]["q"], case["weights"]["w_v"]
+        sends_latents = case["options"]["wire"] == "latents" and case["engine"] != "plain"
+        return sends_latents and heads > 1 and case["batch"] == 1 and d_v >= d_k and case["seq"]["length"] > 3
+
+    monkeypatch.setattr(latent, "expand", by_einsum)
+    finds("off by more than", "functions", 20, fused, shrink_s=1.5)
