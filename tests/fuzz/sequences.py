@@ -24,6 +24,7 @@ def on_rank(ring: ringattn.Ring, case: Case) -> None:
     local_rows, places = rows[ring.rank], reference.places(described["length"], described["documents"])
     assert sorted(torch.cat(rows).tolist()) == list(range(described["length"])), "the reference's layout"
     assert seq.length == described["length"] and seq.counts == tuple(len(rank_rows) for rank_rows in rows), "counts"
+    seq.positions().fill_(-1)  # the caller owns what a sequence returns
     assert torch.equal(seq.positions(), local_rows), "positions"
     within, tree = places.within, _tree_of(described)
     if tree is not None:
