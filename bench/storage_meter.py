@@ -18,10 +18,10 @@ class StorageMeter(TorchDispatchMode):
     """A meter of tensor memory, which counts while it is active.
 
     `live_bytes` is the present value, `peak_bytes` the highest so far, and `history` has the value at each operator.
-    Guarantees: a storage that an operation of
-    this thread returns is counted once, whatever its number of views, until nothing refers to it. Storages that existed
-    before are not counted. Not covered: resized storages (`resize_`), and memory that a kernel allocates and frees
-    within one call, unless `scratch_bytes` returns its size. The bookkeeping follows torch's
+    Guarantees: a storage that an operation of this thread returns is counted once, whatever its number of views, until
+    nothing refers to it. It has its size of the latest operator, as FSDP2 resizes the storages of gathered weights. Of
+    a DTensor, the local tensor counts. Storages that existed before are not counted. Not covered: memory that a kernel
+    allocates and frees within one call, unless `scratch_bytes` returns its size. The bookkeeping follows torch's
     `torch.distributed._tools.mem_tracker.MemTracker`, which handles modules and optimizers but not threads.
     """
 
@@ -32,6 +32,7 @@ class StorageMeter(TorchDispatchMode):
         self.history: list[int] = []
         self._scratch_bytes = scratch_bytes
         self._known: dict[int, Any] = {}
+        self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -50,6 +51,8 @@ class StorageMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             self._add(storage, counted=True)
+        for key in list(self._sizes):
+            self._resize(key)
         inside = self._scratch_bytes(func, args) if self._scratch_bytes is not None else 0
         self.history.append(self.live_bytes + inside)
         self.peak_bytes = max(self.peak_bytes, self.history[-1])
@@ -63,15 +66,27 @@ class StorageMeter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        nbytes = storage.nbytes() if counted else 0
-        self.live_bytes += nbytes
-        self._known[key] = weakref.finalize(storage, self._leave, key, nbytes)
+        self._known[key] = weakref.finalize(storage, self._leave, key)
         self._known[key].atexit = False
+        if counted:
+            self._sizes[key] = weakref.ref(storage), 0
+            self._resize(key)
 
-    def _leave(self, key: int, nbytes: int) -> None:
+    def _resize(self, key: int) -> None:
+        """Count a storage with its present size, unless it has been freed."""
+        reference, before = self._sizes.get(key, (lambda: None, 0))
+        storage = reference()
+        if storage is not None and (nbytes := storage.nbytes()) != before:
+            self._sizes[key] = reference, nbytes
+            self.live_bytes += nbytes - before
+
+    def _leave(self, key: int) -> None:
         self._known.pop(key)
+        _, nbytes = self._sizes.pop(key, (None, 0))
         self.live_bytes -= nbytes
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+    """Return the storages of all tensors in a tree; of a DTensor, that of its local tensor."""
+    tensors = [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+    return [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]

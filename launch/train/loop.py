@@ -44,7 +44,7 @@ from ringattn.launch.train.model import (
     Transformer,
     local_bytes,
     make_optimizer,
-    shard_model,
+    place_model,
     state_bytes,
 )
 from ringattn.layers.tiled import Tiling, tiled
@@ -189,12 +189,7 @@ def make_model(everyone: Ring, config: TrainConfig, vocabulary: int = VOCABULARY
         config.model, vocabulary, DTYPES[config.dtype], config.seed, config.recompute, config.tiled_mlp_tokens,
         config.head_groups,
     )  # fmt: skip
-    model.to(everyone.device)
-    # Broadcast before the weights are sharded, because ranks have different shards afterwards. The seed is the same on
-    # all ranks, but another version of torch may draw other numbers from it.
-    everyone.broadcast([weight.data for weight in model.parameters()], src=0)
-    if config.sharding != "none":
-        shard_model(everyone, model, config.sharding, config.timeout_s)
+    place_model(everyone, model, config.sharding, config.timeout_s)
     return model, make_optimizer(config.optimizer, model.parameters(), config.learning_rate, config.weight_decay)
 
 

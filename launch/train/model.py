@@ -222,22 +222,29 @@ class Transformer(nn.Module):
         return self.unembedding(self.norm(x)) if head is None else head(x, self.norm, self.unembedding)
 
 
-# --- sharding by FSDP2 -----------------------------------------------------------------------------------------------
+# --- the weights of a rank --------------------------------------------------------------------------------------------
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+def place_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: float) -> None:
+    """Move the model to this rank's device, copy the weights of rank 0 to all ranks, and shard them. A collective call.
 
-EIGHT_BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The value to which the largest element of a row is scaled. OCP 8-bit floating point specification for e4m3: 448."""
+    The seed is the same on all ranks, but another version of torch may draw other numbers from it. Blocks follow one
+    after another. The device therefore never has a second copy of more than one block or of the weights outside of the
+    blocks, and with sharding it never has the whole model. Raises `InputError` if `sharding` is not none and the ranks
+    are threads.
+    """
+    shard = _sharder(everyone, sharding, timeout_s) if sharding != "none" else None
+    others = nn.ModuleList(part for part in model.children() if part is not model.blocks)
+    # The model is the last part: to shard it shards the weights outside of the blocks.
+    for weights, part in (*((block, block) for block in model.blocks), (others, model)):
+        weights.to(everyone.device)
+        everyone.broadcast([weight.data for weight in weights.parameters()], src=0)
+        if shard is not None:
+            shard(part)
 
 
-# --- sharding --------------------------------------------------------------------------------------------------------
-
-
-def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: float) -> None:
-    """Shard the model's weights over all ranks, in place. This is a collective call; all ranks have the same weights.
+def _sharder(everyone: Ring, sharding: str, timeout_s: float) -> Callable[[nn.Module], None]:
+    """Return a function that shards a part of a model over all ranks by FSDP2, in place. All have the same weights.
 
     FSDP then sums gradients over the ranks, as `Ring.all_reduce` does, instead of averaging them. Raises `InputError`
     if the ranks are threads, because FSDP uses torch's process group, of which a process has only one.
@@ -248,14 +255,16 @@ def shard_model(everyone: Ring, model: Transformer, sharding: str, timeout_s: fl
 
     join_process_group(everyone, "sharding", timeout_s)
     mesh = init_device_mesh(everyone.device.type, (everyone.world_size,), mesh_dim_names=("dp_cp",))
-    parts = [fully_shard(block, mesh=mesh, reshard_after_forward=sharding == "zero3") for block in model.blocks]
-    # Shard the model last: this shards the weights outside the blocks. They are not dropped after forward, because
-    # their backward begins immediately.
-    parts.append(fully_shard(model, mesh=mesh, reshard_after_forward=False))
-    for part in parts:
-        part.set_gradient_divide_factor(1.0)  # for this part only; the default divides by the number of ranks
+
+    def shard(part: nn.Module) -> None:
+        # The weights outside of the blocks are not dropped after forward, because their backward begins immediately.
+        drops = sharding == "zero3" and isinstance(part, Block)
+        sharded = fully_shard(part, mesh=mesh, reshard_after_forward=drops)
+        sharded.set_gradient_divide_factor(1.0)  # for this part only; the default divides by the number of ranks
         # Without this, float32 and bf16 gradients would be reduced by PREMUL_SUM, which gloo does not have.
-        part.set_force_sum_reduction_for_comms(True)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+    return shard
 
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
@@ -288,6 +297,14 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 # --- saved activations -----------------------------------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+EIGHT_BIT = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The value to which the largest element of a row is scaled. OCP 8-bit floating point specification for e4m3: 448."""
 
 
 class PackedRows(NamedTuple):

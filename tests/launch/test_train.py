@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import DisagreementError, InputError, NonFiniteError, RingError
 from ringattn.explain import Explanation
 from ringattn.launch.memory import PeakMemory
@@ -36,7 +37,7 @@ from ringattn.launch.train.config import TrainConfig, head_dim, load_train
 from ringattn.launch.train.data import Documents, Draws, drawn, load
 from ringattn.launch.train.loop import TrainingProgress
 from ringattn.launch.train.mesh import PROCESS_KEYS, locked_folder
-from ringattn.launch.train.model import Transformer
+from ringattn.launch.train.model import Transformer, local_bytes
 from ringattn.testing import run_ranks
 from ringattn.transport.local import LocalWorld
 from tests.launch.commands import TORCHRUN, all_end, below, environment, python, ringattn, runs, soon, started
@@ -102,6 +103,18 @@ def test_all_ranks_start_with_the_weights_of_rank_0() -> None:
 
     first, second = run_ranks(2, of_rank)
     assert torch.equal(first, second)
+
+
+def test_a_run_starts_without_a_second_copy_of_the_whole_model() -> None:
+    """Weights are broadcast block by block, so that the start of a run needs less memory than its steps."""
+
+    def peak_and_weights(ring: Ring) -> tuple[int, int]:
+        with StorageMeter() as storages:
+            model, _ = loop.make_model(ring, replace(TINY, model=replace(TINY.model, layers=8)))
+        return storages.peak_bytes, sum(map(local_bytes, model.parameters()))
+
+    for peak, weights in run_ranks(2, peak_and_weights):
+        assert weights < peak < 1.5 * weights
 
 
 def test_weights_are_the_same_in_every_dtype() -> None:
