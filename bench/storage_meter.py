@@ -74,7 +74,9 @@ class StorageMeter(TorchDispatchMode):
 
     def _resize(self, key: int) -> None:
         """Count a storage with its present size, unless it has been freed."""
-        reference, before = self._sizes.get(key, (lambda: None, 0))
+        if key not in self._sizes:
+            return
+        reference, before = self._sizes[key]
         storage = reference()
         if storage is not None and (nbytes := storage.nbytes()) != before:
             self._sizes[key] = reference, nbytes

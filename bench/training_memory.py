@@ -30,7 +30,7 @@ from ringattn.engine import aten
 from ringattn.launch.capacity.account import Account, training_bytes
 from ringattn.launch.capacity.model_shapes import ModelShape
 from ringattn.launch.capacity.training_bytes import TrainingSetup
-from ringattn.launch.train.config import load_train
+from ringattn.launch.train.config import SHARDING, load_train
 from ringattn.launch.train.loop import train
 from ringattn.layers import tiled
 from ringattn.ring import Ring
@@ -54,6 +54,10 @@ class Sizes(NamedTuple):
 
 LONG = Sizes(16384, 2, 128, 8, 4, 256)
 """A long sequence for a small model, so that activations take most of the memory, as with millions of tokens."""
+SHORT = Sizes(64, 6, 256, 4, 2, 1024)
+"""A short sequence for a larger model, so that weights and gradients take most of the memory."""
+SHORT_BATCH = 4
+"""The short sequences of one step."""
 BF16_TOKENS = 8192
 """The tokens of a long sequence in bf16, whose arithmetic is slow on CPUs."""
 
@@ -61,7 +65,8 @@ BF16_TOKENS = 8192
 class Combination(NamedTuple):
     """The settings of one run. `tile_tokens` is the size of the tiles of the feed-forward and of the loss; 0: no tiles.
 
-    `is_long`: the sizes are those of `LONG` instead of the options. `dtype`: that of activations.
+    `is_long` and `is_short`: the sizes are those of `LONG` or `SHORT` instead of the options. `dtype`: that of
+    activations. `micro_batches`: the parts into which the batch of short sequences is divided.
     """
 
     recompute: str
@@ -71,9 +76,24 @@ class Combination(NamedTuple):
     tile_tokens: int = 0
     is_long: bool = False
     dtype: str = "fp32"
+    is_short: bool = False
+    sharding: str = "none"
+    micro_batches: int = 1
+
+    @property
+    def batch(self) -> int:
+        """Return the number of sequences of a step."""
+        return SHORT_BATCH if self.is_short else 1
+
+    @property
+    def micro_batch(self) -> int:
+        """Return the number of sequences of a micro batch."""
+        return self.batch // self.micro_batches
 
     def sizes(self, options: TrainingMemoryOptions) -> Sizes:
         """Return the sizes of the model and its sequence."""
+        if self.is_short:
+            return SHORT
         if self.is_long:
             return LONG if self.dtype == "fp32" else LONG._replace(tokens=BF16_TOKENS)
         model = options.layers, options.dim, options.heads, options.kv_heads, options.hidden_dim
@@ -99,6 +119,16 @@ COMBINATIONS = (
         Combination(recompute, "sgd", ranks, groups, tiles, is_long=True, dtype="bf16")
         for recompute, groups, tiles in SWITCHES for ranks in (2, 8)
     ),
+    *(
+        Combination("none", "sgd", 2, is_short=True, sharding=sharding, micro_batches=count)
+        for sharding in SHARDING for count in (1, SHORT_BATCH)
+    ),
+    *(
+        Combination("full", "adamw", 2, is_short=True, sharding=sharding, micro_batches=count)
+        for sharding in ("zero2", "zero3") for count in (1, SHORT_BATCH)
+    ),
+    *(Combination("full", "adamw", 2, dtype="bf16", sharding=sharding) for sharding in ("zero2", "zero3")),
+    *(Combination("none", "sgd", 2, is_long=True, sharding=sharding) for sharding in ("zero2", "zero3")),
 )  # fmt: skip
 BYTES = 256
 """The vocabulary: `ringattn train` reads bytes."""
@@ -106,10 +136,15 @@ BYTES = 256
 POINTS = 400
 """The number of points of a rank's history that are kept."""
 
+SAME = "is_long", "is_short", "dtype"
+"""The settings on which losses depend, except for rounding."""
+
 SAME_LOSS = {"fp32": 1e-5, "bf16": 2**-8}
 """Largest relative difference of losses: rings of different sizes sum in different orders. For bf16, its epsilon."""
 PRECISION = {"fp32": "fp32", "bf16": "bf16_cast"}
 """The planner's name of a dtype."""
+ZERO_STAGE = {"none": 0, "zero2": 2, "zero3": 3}
+"""The planner's number of a sharding."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +168,11 @@ def arguments_of(run: Combination, options: TrainingMemoryOptions) -> list[str]:
     """Return the run as arguments of `ringattn train`."""
     sizes = run.sizes(options)._asdict()
     tiles = [f"tiled_mlp_tokens={run.tile_tokens}", f"chunked_loss_tokens={run.tile_tokens}"] if run.tile_tokens else []
+    same = "recompute", "optimizer", "ranks", "head_groups", "dtype", "sharding"
     return [
-        *(f"{key}={getattr(run, key)}" for key in ("recompute", "optimizer", "ranks", "head_groups", "dtype")),
-        *tiles, f"tokens={sizes.pop('tokens')}", *(f"model.{key}={size}" for key, size in sizes.items()),
+        *(f"{key}={getattr(run, key)}" for key in same), *tiles, f"batch={run.batch}",
+        f"micro_batch={run.micro_batch}", f"tokens={sizes.pop('tokens')}",
+        *(f"model.{key}={size}" for key, size in sizes.items()),
         "steps=2", "warmup_steps=0", "learning_rate=1e-4",
     ]  # fmt: skip
 
@@ -145,9 +182,10 @@ def planned(run: Combination, options: TrainingMemoryOptions) -> Account:
     tokens, layers, dim, heads, kv_heads, hidden_dim = run.sizes(options)
     whole = TrainingSetup(
         ModelShape(layers, dim, heads, kv_heads, hidden_dim, BYTES, tied=True), tokens, run.ranks,
+        run.micro_batch, micro_batches=run.micro_batches, zero_stage=ZERO_STAGE[run.sharding],
         precision=PRECISION[run.dtype], optimizer=run.optimizer, recompute=run.recompute,
         head_groups=run.head_groups, tiled_mlp_tokens=run.tile_tokens, chunked_loss_tokens=run.tile_tokens,
-        gradients_kept=False, data="whole",
+        gradients_kept=run.micro_batches > 1, data="whole",
     )  # fmt: skip
     return training_bytes(whole)
 
@@ -233,7 +271,7 @@ def check_losses(records: Sequence[dict[str, Any]], name: str) -> None:
     With another optimizer, only the loss of the first step is compared.
     """
     last = records[-1]
-    first = next(record for record in records if all(record[key] == last[key] for key in ("is_long", "dtype")))
+    first = next(record for record in records if all(record[key] == last[key] for key in SAME))
     same = 2 if last["optimizer"] == first["optimizer"] else 1
     for rank in last["by_rank"]:
         for expected, loss in zip(first["by_rank"][0]["losses"][:same], rank["losses"], strict=False):
@@ -246,9 +284,9 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
     result = Table(
         f"Peak growth of the largest rank in training, MiB; {options.length_tokens} tokens in all, "
         f"{options.layers} layers of {options.dim}; long: {LONG.tokens} tokens ({BF16_TOKENS} in bf16), {LONG.layers} "
-        f"layers of {LONG.dim}",
-        ("dtype", "recompute", "head groups", "tiles", "optimizer", "long", "ranks", "kept", "predicted", "storages",
-         "predicted / storages", "resident"),
+        f"layers of {LONG.dim}; short: {SHORT_BATCH} x {SHORT.tokens} tokens, {SHORT.layers} layers of {SHORT.dim}",
+        ("dtype", "recompute", "head groups", "tiles", "optimizer", "sizes", "ranks", "sharding", "micro batches",
+         "kept", "predicted", "storages", "predicted / storages", "resident"),
         notes=[
             "- kept: weights, gradients and optimizer state of a rank. storages: torch's, by a dispatch mode.",
             "- tiles: tokens of a tile of the feed-forward and of a chunk of the loss. offloaded: the inputs of layers "
@@ -263,7 +301,9 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
         predicted = record["predicted_bytes"]
         settings = (str(record[key]) for key in ("dtype", "recompute", "head_groups", "tile_tokens", "optimizer"))
         sizes = mib(kept), mib(predicted), mib(storages), f"{predicted / storages:.3f}", mib(resident)
-        result.rows.append((*settings, "long" if record["is_long"] else "", str(record["ranks"]), *sizes))
+        length = "long" if record["is_long"] else "short" if record["is_short"] else ""
+        ranks = str(record["ranks"]), record["sharding"], str(record["micro_batches"])
+        result.rows.append((*settings, length, *ranks, *sizes))
     return result
 
 
@@ -272,7 +312,8 @@ def table(options: TrainingMemoryOptions, records: Sequence[dict[str, Any]]) -> 
 
 def shown(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the runs of the long sequence on 2 ranks, or else the last run."""
-    long = [record for record in records if record["is_long"] and record["ranks"] == 2 and record["dtype"] == "fp32"]
+    usual = {"is_long": True, "ranks": 2, "dtype": "fp32", "sharding": "none"}
+    long = [record for record in records if all(record[key] == value for key, value in usual.items())]
     return long or list(records[-1:])
 
 

@@ -247,8 +247,9 @@ def backward_bytes(
 ) -> Moment:
     """Return the transient bytes at the two largest moments of one layer's backward.
 
-    Feed-forward: the gradients of the product's factors, of the residual and of the output exist. If the feed-forward
-    is tiled, only the gradients of its input and output exist for all tokens, and the others for one tile.
+    Feed-forward: the gradients of the product's factors and of the output exist; the latter is that of the residual. If
+    the feed-forward is tiled, only the gradients of its input and output exist for all tokens, and the others for one
+    tile.
     Attention: dout and the gradient of the residual exist; dq, dk and dv in the accumulator's dtype; one block (see
     `block_bytes`); and the log-sum-exp and delta of each head. The activations that the layer kept after attention have
     been freed, and are subtracted. In several `groups` of heads, only one group has
@@ -269,4 +270,4 @@ def backward_bytes(
     if tiled:
         tile = layer_parts(shape, precision).after.total + item * inner
         return Moment(2 * item * width, attention, projection, tile)
-    return Moment(item * (inner + 2 * width), attention, projection)
+    return Moment(item * (inner + width), attention, projection)

@@ -101,6 +101,11 @@ class ModelShape:
         """Return the matrices of one layer's attention: the projection to Q, K and V, and the output projection."""
         return Matrix(self.query_width + 2 * self.kv_width, self.width), Matrix(self.width, self.query_width)
 
+    @property
+    def feed_copies(self) -> int:
+        """Return the number of feed-forwards in a layer."""
+        return self.experts + self.shared_experts if self.experts else 1
+
     def feed_matrices(self, copies: int) -> tuple[Matrix, ...]:
         """Return the matrices of `copies` feed-forwards: gate and up as one matrix, then down."""
         inner = 2 * self.ffn if self.block == "swiglu" else self.ffn
@@ -110,8 +115,7 @@ class ModelShape:
     def layer_matrices(self) -> tuple[Matrix, ...]:
         """Return the matrices of one layer: attention, all feed-forwards, and their router."""
         router = (Matrix(self.experts, self.width),) if self.experts else ()
-        copies = self.experts + self.shared_experts if self.experts else 1
-        return (*self.attention_matrices, *self.feed_matrices(copies), *router)
+        return (*self.attention_matrices, *self.feed_matrices(self.feed_copies), *router)
 
     @property
     def active_parameters(self) -> int:

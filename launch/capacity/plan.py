@@ -274,6 +274,9 @@ def _runner(figures: dict[str, Any]) -> str:
 
 MOMENTS = {
     "loss": "at the loss", "last layer": "in the backward of the last layer",
+    "next to last layer": "in the backward of the next to last layer",
+    "second layer": "in the backward of the second layer",
+    "gather": "in forward, while the weights of the last layer are gathered",
     "first layer": "in the backward of the first layer", "update": "in the update of the optimizer",
     "reduction": "in the reduction of the gradients", "stored": "with all stored tensors",
 }  # fmt: skip

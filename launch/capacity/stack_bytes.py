@@ -143,7 +143,10 @@ def stack_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
     gradients = share.parameters * gradient / (run.degree if run.zero_stage >= 2 else 1)
     if run.offload != "none":
         gradients = 0.0
-    reduced = stack.reduce_bytes.value * share.layer if run.zero_stage >= 2 and run.degree > 1 else 0.0
+    reduces = run.is_sharded and run.degree > 1
+    reduced = stack.reduce_bytes.value * share.layer if reduces else 0.0
+    whole = stack.whole_bytes.value * share.parameters if reduces and run.micro_batches > 1 else 0.0
+    accumulated = max(gradients, whole)
     common = {
         "parameters": (0.0 if on_host else weights) + gathered,
         "data": float(data_bytes(run)),
@@ -154,7 +157,7 @@ def stack_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
     copied = tokens * layer.input if run.recompute in ("offloaded", "none") else 0.0
     flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches)
     whole_input = whole_input_bytes(run)
-    early = gradients if stack.gradients_stay.value or run.micro_batches > 1 else 0.0
+    early = accumulated if stack.gradients_stay.value or run.micro_batches > 1 else 0.0
     last = kept / share.layers if flying.first == 1 else kept * flying.first
     passing = passing_bytes(run, stack, layer)
     return {
@@ -166,7 +169,7 @@ def stack_moments(run: TrainingSetup, stack: Stack) -> dict[str, Breakdown]:
         "last layer": Breakdown(
             **common, **passing, gradients=early + reduced, activations=kept * flying.first + copied
         ),
-        "first layer": Breakdown(**common, **passing, gradients=gradients + reduced, activations=last + copied),
+        "first layer": Breakdown(**common, **passing, gradients=accumulated + reduced, activations=last + copied),
         "update": Breakdown(**common, gradients=gradients),
     }  # fmt: skip
 

@@ -66,7 +66,9 @@ class Stack:
 
     Memory of the state: `gathered_layers` is the number of layers whose whole weights exist, and `head_gathered` that
     of tables (embedding, output matrix) that stay gathered through a step. `gradient_bytes` are those of one gradient
-    (0: those of the precision), and `reduce_bytes` those of one gradient of a layer while it is reduced.
+    (0: those of the precision), and `reduce_bytes` those of one gradient of a layer while it is reduced. With several
+    micro batches and sharded gradients, `whole_bytes` are those of one gradient that is whole until the last micro
+    batch (0: each micro batch reduces gradients; see also `pipeline_bytes`).
     `gradients_stay`: at the loss, the memory of the last step's gradients is still taken.
 
     Pipelines: if `pipeline_bytes` is not 0, stages keep the weights of layers gathered, with this number of bytes each,
@@ -106,6 +108,7 @@ class Stack:
     head_gathered: Fact[int]
     gradient_bytes: Fact[int]
     reduce_bytes: Fact[int]
+    whole_bytes: Fact[int]
     pipeline_bytes: Fact[int]
     outputs_stay: Fact[bool]
     short_ends: Fact[bool]
@@ -207,6 +210,9 @@ TRL = Stack(
     head_gathered=Fact(1, "accelerate 1.15, fsdp_utils.py: the last norm and lm_head are a group with reshard=False"),
     gradient_bytes=Fact(0, f"{FSDP2}: the shard of a gradient has the dtype of the weight"),
     reduce_bytes=Fact(4, "accelerate 1.15 reduces in bf16: a layer's gradients and the input of reduce-scatter"),
+    whole_bytes=Fact(
+        2, "accelerate 1.15, accelerator.py, no_sync: set_requires_gradient_sync(False); gradients stay in bf16"
+    ),
     pipeline_bytes=Fact(0, "no pipeline"),
     outputs_stay=Fact(False, "no pipeline"),
     short_ends=Fact(False, "no pipeline"),
@@ -261,6 +267,7 @@ TORCHTITAN = Stack(
     head_gathered=Fact(2, f"{TITAN}, apply_fsdp: embedding and output are in the root group, gathered for the step"),
     gradient_bytes=TRL.gradient_bytes,
     reduce_bytes=Fact(6, f"{TITAN}, apply_fsdp: bf16 gradients, and the float32 input of reduce-scatter"),
+    whole_bytes=Fact(0, f"{TITAN}, train.py: a step without pipeline has one micro batch; 0.3.0 reduces each"),
     pipeline_bytes=Fact(
         1,
         f"{TITAN}, apply_fsdp: no reshard with pipeline stages; llama3_405b.toml gathers weights of layers in Float8, "
@@ -365,6 +372,7 @@ MEGATRON = Stack(
     head_gathered=Fact(0, "the distributed optimizer keeps whole weights"),
     gradient_bytes=Fact(4, "Megatron-Core 0.16, arguments: bf16 accumulates and reduces gradients in float32"),
     reduce_bytes=Fact(0, "gradients are reduced in place, in the buffer of main gradients"),
+    whole_bytes=Fact(0, "main gradients are whole with zero_stage=1, which is the distributed optimizer"),
     pipeline_bytes=Fact(0, "weights and main gradients are whole anyway"),
     outputs_stay=Fact(False, "Megatron-Core 0.16, pipeline_parallel/schedules.py, deallocate_output_tensor"),
     short_ends=Fact(False, "Megatron-Core 0.16: the layers must divide evenly; the average of the stages is planned"),
@@ -408,6 +416,7 @@ DEEPSPEED = Stack(
     head_gathered=Fact(1, "ZeRO 3: the module that runs; stage3_max_live_parameters is 1e9"),
     gradient_bytes=Fact(0, "ZeRO 3: the shard of a gradient has the dtype of the weight"),
     reduce_bytes=Fact(4, "ZeRO 3: the gradient of a layer and the reduction bucket, in bf16"),
+    whole_bytes=Fact(0, "accelerate 1.15, accelerator.py, no_sync: not from ZeRO 2 on; each micro batch is reduced"),
     pipeline_bytes=Fact(0, "no pipeline"),
     outputs_stay=Fact(False, "no pipeline"),
     short_ends=Fact(False, "no pipeline"),

@@ -199,7 +199,7 @@ QUANTIZED_BLOCK = 256
 """Elements that share one float32 scale in 8-bit optimizer states (bitsandbytes and torchao)."""
 
 GATHERED_LAYERS = 2
-"""Layers whose whole weights a rank has under ZeRO 3: the one that runs, and the next, which is being gathered."""
+"""Layers whose whole weights a rank has in backward under ZeRO 3: the one that runs, and the next, being gathered."""
 
 
 @dataclass(kw_only=True)
@@ -338,6 +338,16 @@ class TrainingSetup(TrainingSwitches):
         return self.zero_degree or self.ranks
 
     @property
+    def is_sharded(self) -> bool:
+        """Return whether gradients are sharded, and so weights while they are not used: ZeRO 2 and 3."""
+        return self.zero_stage >= 2
+
+    @property
+    def gradients_appear(self) -> bool:
+        """Return whether gradients do not exist before the backward pass of a layer."""
+        return self.micro_batches == 1 and (self.is_sharded or not self.gradients_kept)
+
+    @property
     def share(self) -> Share:
         """Return the part of the model that a rank has before ZeRO."""
         return share_of(self.model, self.tensor_ranks, self.pipeline_ranks)
@@ -372,40 +382,75 @@ class Breakdown(NamedTuple):
         return sum(self)
 
 
-def parameter_bytes(run: TrainingSetup) -> float:
-    """Return the bytes of weights on the device.
+def shard_bytes(run: TrainingSetup, number_bytes: int) -> float:
+    """Return the bytes on the device of a rank's shard of all weights, or of all gradients."""
+    return run.share.parameters * number_bytes / run.degree
 
-    A rank has the whole weights, or under ZeRO 3 (arXiv:1910.02054, section 5.3) its shard and the gathered layers.
+
+def parameter_bytes(run: TrainingSetup, gathered_layers: float) -> float:
+    """Return the bytes of weights on the device while the weights of `gathered_layers` layers are gathered.
+
+    A rank has the whole weights, or from ZeRO 2 on (arXiv:1910.02054, section 5.3) its shard and the gathered weights.
+    FSDP2 copies what it gathers, so that the shard is no part of it.
     """
-    share, item, offloaded = run.share, run.numbers.weight, run.offload == "parameters"
-    if run.zero_stage < 3 or (run.degree == 1 and not offloaded):
+    share, item = run.share, run.numbers.weight
+    if not run.is_sharded:
         return share.parameters * item
-    shard = 0 if offloaded else share.parameters * item / run.degree
+    shard = 0 if run.offload == "parameters" else shard_bytes(run, item)
     # The embedding and the output matrix are used first and last, so dropping them in between would gain nothing.
-    return shard + (min(GATHERED_LAYERS, share.layers) * share.layer + share.head) * item
+    return shard + (gathered_layers * share.layer + share.head) * item
 
 
-def gradient_bytes(run: TrainingSetup) -> float:
-    """Return the bytes of all gradients at the end of backward.
+def layers_gathered(run: TrainingSetup, done: int) -> int:
+    """Return how many layers' weights are gathered in the backward of a layer, after that of `done` layers.
 
-    A rank has the whole gradients, or from ZeRO 2 on (section 5.2) its shard and one layer that is not yet scattered.
-    If the optimizer runs on the host, gradients are copied to the host as soon as they are computed.
+    ZeRO 2 gathers all layers in forward, and drops the weights of each after its backward.
     """
-    share, item, offloaded = run.share, run.numbers.gradient, run.offload != "none"
-    if run.zero_stage < 2 or (run.degree == 1 and not offloaded):
-        return share.parameters * item
-    shard = 0 if offloaded else share.parameters * item / run.degree
-    return shard + (share.layer + share.head) * item
+    left = run.share.layers - done
+    return min(GATHERED_LAYERS, left) if run.zero_stage == 3 else left
+
+
+def gathered_in_forward(run: TrainingSetup, buffers: int) -> int:
+    """Return how many layers' weights exist whole in the forward of the last layer.
+
+    They are those of the layer, under ZeRO 2 of all layers, and `buffers` copies of a layer's weights: FSDP2 frees what
+    it received for a layer after it has received and copied the next, and for the last layer after the loss.
+    """
+    return buffers + (run.share.layers if run.zero_stage == 2 else buffers - 1)
+
+
+def gradient_bytes(run: TrainingSetup, done: int, pending: float = 0.0) -> float:
+    """Return the bytes of gradients in the backward of a layer, after that of `done` layers.
+
+    `pending` are the bytes of gradients of this layer that do not exist yet. A rank has the whole gradients of the
+    layers that are done, or from ZeRO 2 on (section 5.2) its shard of them, and the input of the last reduction, which
+    FSDP2 frees after the next layer. FSDP2 reduces gradients in the last micro batch only. Until then, those of all
+    layers are whole. If the optimizer runs on the host, shards are copied to the host as soon as they exist.
+    """
+    share, item = run.share, run.numbers.gradient
+    layer, tables, whole = share.layer * item, share.head * item, share.parameters * item
+    if not run.is_sharded:
+        if run.gradients_kept:
+            return whole
+        return tables + (done + 1) * layer - pending
+    reduced = layer if done else 0.0
+    on_device = 0.0 if run.offload != "none" else 1 / run.degree
+    if run.micro_batches > 1:
+        return whole + max(0.0, reduced - done * layer * (1 - on_device))
+    return tables + layer - pending + reduced + (whole if run.gradients_kept else done * layer) * on_device
 
 
 def pending_bytes(run: TrainingSetup, in_attention: bool) -> float:
     """Return the bytes of a layer's gradients that do not exist yet at the largest moment of its backward.
 
     In the backward of attention (`in_attention`), the gradients of the feed-forward exist, and with groups of heads
-    that of the output projection too. `projection_bytes` counts the sum over groups, which becomes a gradient.
+    that of the output projection too. `projection_bytes` counts the sum over groups, which becomes a gradient. In the
+    backward of the feed-forward, the gradient of its second matrix exists, unless `tile_bytes` counts it.
     """
     if not in_attention:
-        return run.share.layer * run.numbers.gradient
+        *_, second = run.model.feed_matrices(run.model.feed_copies)
+        exists = 0.0 if run.is_tiled else second.parameters / run.tensor_ranks
+        return (run.share.layer - exists) * run.numbers.gradient
     projections, output = run.model.attention_matrices
     matrices = projections.parameters + (0 if run.head_groups > 1 else output.parameters)
     return matrices / run.tensor_ranks * run.numbers.gradient
@@ -497,13 +542,16 @@ def projection_bytes(run: TrainingSetup) -> float:
     return min(PROJECTION_ROWS, run.rank_tokens) * tile + weights
 
 
-def live_bytes(run: TrainingSetup) -> tuple[float, float]:
-    """Return the bytes at the largest moment of a layer's backward: (recomputed and feed-forward, attention)."""
+def live_bytes(run: TrainingSetup) -> tuple[float, float, float]:
+    """Return the bytes at the largest moment of a layer's backward, and of its gradients that do not exist yet.
+
+    They are (recomputed and feed-forward, attention, gradients).
+    """
     recomputed = (
         stored(run.model, run.numbers, run.recompute, run.is_tiled, run.head_groups).live.total * run.kept_tokens
     )
     if not run.transients:
-        return recomputed, 0
+        return recomputed, 0, 0
     zigzag = run.ranks > 1 and run.attention.layout == "zigzag"
     moment = backward_bytes(run.model, run.numbers, run.is_tiled, run.head_groups, zigzag)
     feed = run.kept_tokens * moment.feed_forward + tile_bytes(run)
@@ -515,7 +563,11 @@ def live_bytes(run: TrainingSetup) -> tuple[float, float]:
             attention -= run.kept_tokens * kept.total / run.head_groups
     if run.tensor_ranks > 1:  # sequence parallelism gathers the input of a product, and its gradient is whole
         recomputed += 2 * run.rank_tokens * run.model.width * run.numbers.activation
-    return (recomputed, attention) if attention > feed else (recomputed + feed, 0.0)
+    in_feed, in_attention = (pending_bytes(run, in_attention) for in_attention in (False, True))
+    more = in_feed - in_attention if run.gradients_appear else 0.0
+    if attention + more > feed:
+        return recomputed, attention, in_attention
+    return recomputed + feed, 0.0, in_feed
 
 
 def host_bytes(run: TrainingSetup) -> float:
@@ -535,57 +587,72 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     """Return the breakdown at each moment of a step that may be its peak.
 
     loss: all activations and the tensors of the logits exist. last layer: the backward of the last layer runs, which is
-    the first of backward. first layer: the backward of the first layer runs, and all gradients exist. reduction:
-    without ZeRO, `Ring.all_reduce` packs the gradients and receives the same number of bytes. update: the optimizer
-    updates one matrix after another, with two temporary matrices.
+    the first of backward. first layer: the backward of the first layer runs, and all gradients exist. update: the
+    optimizer updates one matrix after another, with two temporary matrices. Without ZeRO, reduction: `Ring.all_reduce`
+    packs the gradients and receives the same number of bytes. From ZeRO 2 on, gather: the weights of the last layer are
+    gathered in forward; next to last layer: in its backward, the input of the first reduction exists; second layer: in
+    its backward, the weights of the first layer exist too, and most shards of gradients.
     """
     shape, numbers, share = run.model, run.numbers, run.share
-    gradients, slots = gradient_bytes(run), staging_bytes(run)
-    early = gradients if run.gradients_kept else 0.0
-    live, sums = live_bytes(run)
-    pending = pending_bytes(run, in_attention=sums > 0)
-    head = all_but_first = gradients
-    if not run.gradients_kept:
-        head = float(min(gradients, (share.head + share.layer) * numbers.gradient - pending))
-        if gradients == share.parameters * numbers.gradient and run.micro_batches == 1:
-            all_but_first -= pending
+    slots, layers = staging_bytes(run), share.layers
+    live, sums, pending = live_bytes(run)
     flying = in_flight(run.pipeline_ranks, run.pipeline_chunks, run.micro_batches)
     first, final, single = (activation_bytes(run, count) for count in (flying.first, flying.last, 1))
     common = {
-        "parameters": parameter_bytes(run),
         "optimizer": optimizer_bytes(run) if run.offload == "none" else 0.0,
         "data": float(data_bytes(run)),
         "framework": float(run.framework_bytes),
-        "slots": slots.arena,
     }
     # If layer inputs are in host memory, the one that is used or copied is also on the device. While it is used in
     # backward, the input of the layer before it is copied back, unless it is large. The limit is then counted instead,
     # so that a longer sequence never needs less memory.
     copied = run.kept_tokens * stored(shape, numbers, run.recompute).host.total
-    prefetched = min(copied, PREFETCH_BYTES) if share.layers > 1 or flying.first > 1 else 0.0
-    between = {**common, "slots": slots.arena + share.layers * slots.kept}
+    prefetched = min(copied, PREFETCH_BYTES) if layers > 1 or flying.first > 1 else 0.0
+    between = {**common, "slots": slots.arena + layers * slots.kept}
     if not run.transients:
-        kept = first + copied + head_bytes(run)
-        return {"stored": Breakdown(**between, gradients=gradients, activations=kept, live_layer=live)}
+        return {"stored": Breakdown(
+            **between, parameters=parameter_bytes(run, layers_gathered(run, 0)),
+            gradients=gradient_bytes(run, layers - 1), activations=first + copied + head_bytes(run), live_layer=live,
+        )}  # fmt: skip
+
+    def in_backward(done: int) -> Breakdown:
+        """Return the breakdown in the backward of a layer, after that of `done` layers."""
+        kept = first - (done * single / layers if flying.first == 1 else 0.0)
+        return Breakdown(
+            **common, live_layer=live, attention=sums, slots=slots.arena + (layers - done) * slots.kept,
+            parameters=parameter_bytes(run, layers_gathered(run, done)), gradients=gradient_bytes(run, done, pending),
+            activations=kept + copied + (0.0 if done and done == layers - 1 else prefetched),
+        )  # fmt: skip
+
     logits, passing = loss_bytes(run)
+    whole = share.parameters * numbers.gradient
+    shards = whole / run.degree if run.offload == "none" else 0.0
+    early = (shards if run.is_sharded and run.micro_batches == 1 else whole) if run.gradients_kept else 0.0
     breakdowns = {
         "loss": Breakdown(
-            **between, gradients=early, activations=final + copied + head_bytes(run), live_layer=passing, logits=logits
+            **between, parameters=parameter_bytes(run, gathered_in_forward(run, 1)), gradients=early,
+            activations=final + copied + head_bytes(run), live_layer=passing, logits=logits,
         ),
-        "last layer": Breakdown(
-            **between, gradients=head, activations=first + copied + prefetched, live_layer=live, attention=sums
-        ),
-        "first layer": Breakdown(
-            **common, gradients=all_but_first,
-            activations=copied + (single / share.layers if flying.first == 1 else first),
-            live_layer=live, attention=sums,
-        ),
+        "last layer": in_backward(0),
+        "first layer": in_backward(layers - 1),
         "update": Breakdown(
-            **common, gradients=gradients, live_layer=2.0 * _largest(shape) * numbers.state / run.tensor_ranks
+            **common, slots=slots.arena, gradients=shards if run.is_sharded else whole,
+            parameters=shard_bytes(run, numbers.weight) if run.is_sharded else parameter_bytes(run, 0),
+            live_layer=2.0 * _largest(shape) * numbers.state / run.tensor_ranks / (run.degree if run.zero_stage else 1),
         ),
     }  # fmt: skip
+    if run.is_sharded and layers > 1:
+        kept = final - single / layers
+        breakdowns["gather"] = Breakdown(
+            **between, parameters=parameter_bytes(run, gathered_in_forward(run, 2)), gradients=early, activations=kept
+        )
+    if run.is_sharded and layers > 2:
+        breakdowns["next to last layer"] = in_backward(1)
+        breakdowns["second layer"] = in_backward(layers - 2)
     if run.zero_stage == 0 and run.ranks > 1:
-        breakdowns["reduction"] = Breakdown(**common, gradients=3 * gradients)
+        breakdowns["reduction"] = Breakdown(
+            **common, slots=slots.arena, parameters=parameter_bytes(run, 0), gradients=3 * whole
+        )
     return breakdowns
 
 
