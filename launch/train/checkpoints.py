@@ -232,11 +232,15 @@ class Checkpoints:
         if len(curve.losses) > self.config.steps:
             raise InputError(f"steps={self.config.steps}: {path} was saved after {len(curve.losses)} steps already")
         state = _state(model, optimizer)
+        groups = [dict(group) for group in state["optimizer"]["param_groups"]]
         try:
             with _without_group_warning():
                 load_checkpoint(self.everyone, state, path)
         except InputError as error:
             raise InputError(f"resume={self.config.resume}: {path}: {error}") from error
+        # How the optimizer computes depends on the device, which may be another than that of the checkpoint.
+        for saved, group in zip(state["optimizer"]["param_groups"], groups, strict=True):
+            saved.update({key: group[key] for key in ("foreach", "fused") if key in group})
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return curve
 

@@ -273,10 +273,16 @@ def _sharder(everyone: Ring, sharding: str, timeout_s: float) -> Callable[[nn.Mo
 def make_optimizer(name: str, weights: Iterable[Tensor], lr: float, weight_decay: float) -> Optimizer:
     """Return the optimizer `name` of `config.OPTIMIZERS`. Raises `InputError` if its package is not installed.
 
-    sgd is without momentum. adafactor is torch's, whose steps are `lr` times the root mean square of each weight.
+    sgd is without momentum. adafactor is torch's, whose steps are `lr` times the root mean square of each weight. None
+    of torch's optimizers updates all weights at once, as they do on a GPU if they are not told otherwise: that would
+    take temporary tensors of the size of all weights. AdamW has a fused kernel there, which takes none.
     """
     module, _, kind = optimizer_source(name).partition(":")
-    options = {"betas": (0.9, 0.95)} if name in ("adamw", "adamw8bit") else {}
+    weights = list(weights)
+    options: dict[str, Any] = {"betas": (0.9, 0.95)} if name in ("adamw", "adamw8bit") else {}
+    if module == "torch.optim":
+        fused = name == "adamw" and any(weight.is_cuda for weight in weights)
+        options |= {"fused": True} if fused else {"foreach": False}
     optimizer: Optimizer = getattr(import_module(module), kind)(weights, lr=lr, weight_decay=weight_decay, **options)
     return optimizer
 

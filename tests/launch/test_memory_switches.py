@@ -14,9 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 
 from ringattn import Ring
+from ringattn.bench.storage_meter import StorageMeter
 from ringattn.errors import InputError
 from ringattn.launch.train import config as train_config
 from ringattn.launch.train import loop, train
@@ -239,6 +241,35 @@ def test_optimizers_have_the_expected_bytes_of_state() -> None:
         optimizer.step()
         assert (matrix < before).all(), name
         assert model_module.state_bytes(optimizer) == nbytes, name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "fused"),
+    [
+        ("adamw", "cpu", None), ("sgd", "cpu", None), ("adafactor", "cpu", None), ("adamw", "cuda", True),
+        ("sgd", "cuda", None), ("adafactor", "cuda", None),
+    ],
+)  # fmt: skip
+def test_no_optimizer_updates_all_weights_at_once(name: str, device: str, fused: bool | None) -> None:
+    """On a GPU, torch would take temporary tensors of the size of all weights. The tensors here are fake."""
+    with FakeTensorMode():
+        weights = [nn.Parameter(torch.empty(8, 8, device=device)) for _ in range(3)]
+        (group,) = model_module.make_optimizer(name, weights, lr=0.1, weight_decay=0.1).param_groups
+    assert (group.get("fused"), group["foreach"]) == (fused, None if fused else False)
+
+
+def test_the_fused_update_takes_no_temporary_tensors() -> None:
+    """The update with a GPU's AdamW allocates nothing, and that with SGD the decayed gradient of one weight."""
+    for name, temporary in (("adamw", 0), ("sgd", 1)):
+        with FakeTensorMode():
+            weights = [nn.Parameter(torch.empty(8, 8, device="cuda")) for _ in range(3)]
+            optimizer = model_module.make_optimizer(name, weights, lr=0.1, weight_decay=0.1)
+            for weight in weights:
+                weight.grad = torch.empty_like(weight)
+            optimizer.step()  # creates the state
+            with StorageMeter() as storages:
+                optimizer.step()
+        assert storages.peak_bytes == temporary * 8 * 8 * 4
 
 
 @pytest.mark.parametrize(("name", "packages"), [("adamw8bit", "torchao or bitsandbytes"), ("lion", "lion-pytorch")])

@@ -211,6 +211,17 @@ def test_the_same_tokens_cut_into_other_documents_are_another_text(saved: TrainC
     run_ranks(1, of_rank)
 
 
+def test_a_checkpoint_of_another_device_does_not_decide_how_the_optimizer_computes(saved: TrainConfig) -> None:
+    def of_rank(ring: Ring) -> None:
+        model, optimizer = loop.make_model(ring, saved)
+        assert optimizer.param_groups[0]["foreach"] is False  # as in the checkpoint
+        optimizer.param_groups[0]["foreach"] = True
+        assert Checkpoints(ring, saved, load(saved)).resume(model, optimizer).losses
+        assert optimizer.param_groups[0]["foreach"] is True
+
+    run_ranks(1, of_rank)
+
+
 def test_all_ranks_refuse_a_folder_that_one_machine_does_not_see(
     saved: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
