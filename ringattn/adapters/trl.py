@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from ringattn.adapters.transformers.calls import is_wrapped
 from ringattn.adapters.transformers.checks import base_of, declare_outputs
 from ringattn.adapters.transformers.loaders import last_turn, share_evaluation
 from ringattn.adapters.transformers.memory import refuse_logits
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, labels_per_rank
+from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from ringattn.core.layout import LayoutName
 from ringattn.errors import InputError, UnsupportedError
 from ringattn.ring import Ring
@@ -209,22 +209,48 @@ class RingSFTMixin(_RingTRLMixin):
         """
         host: Any = self
         training = host.model.training
+        divisor: AbstractContextManager[None] = nullcontext()
         if num_items_in_batch is None:
             if training:
                 raise UnsupportedError(
                     f"{type(host.model).__name__} takes no num_items_in_batch, so the labels of all ranks are not "
                     "counted; train another model"
                 )
-            # In evaluation, Trainer passes no count. The count is divided by the ranks, because the losses of ranks are
-            # averaged later.
-            labels = self._summed((inputs["shift_labels"] != -100).sum())
-            num_items_in_batch = labels_per_rank(labels, self.ring.world_size, host.model)
-        # The count is among the inputs too, because a fused head computes the loss inside the model, and that loss has
-        # to be this rank's part.
+            # In evaluation, Trainer passes no count.
+            num_items_in_batch, divisor = self._summed((inputs["shift_labels"] != -100).sum()), self._labels_per_rank()
+        elif not host.args.average_tokens_across_devices:  # the count is that of this ring, divided by its ranks
+            num_items_in_batch = (num_items_in_batch * self.ring.world_size).round()
+            divisor = self._labels_per_rank()
+        # The count is among the inputs too, because the model refuses labels of shards without it.
         inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         gather = host.accelerator.gather if training else self._summed
-        with self._sharing_metrics(), self._gathering(gather), self._averaging_router_losses():
+        with divisor, self._sharing_metrics(), self._gathering(gather), self._averaging_router_losses():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+
+    @contextmanager
+    def _labels_per_rank(self) -> Iterator[None]:
+        """Return a context in which TRL divides its loss by the labels per rank, given those of the ring.
+
+        The losses of ranks are averaged later. TRL gets the whole count, because it raises counts below 1 to 1. It
+        multiplies its loss by the number of processes, if that is set, and divides by `get_tp_size`.
+        """
+        args: Any = self.args  # type: ignore[attr-defined]
+        across, args.average_tokens_across_devices = args.average_tokens_across_devices, True
+        self._scales_by_ranks = True
+        try:
+            yield
+        finally:
+            args.average_tokens_across_devices, self._scales_by_ranks = across, False
+
+    _scales_by_ranks = False
+
+    def get_tp_size(self) -> int:
+        """Return the number of processes with the same loss. TRL divides the scale of its loss by it.
+
+        Returns:
+            Trainer's number; inside `_labels_per_rank` the number of rings, so that the scale is the ranks of a ring.
+        """
+        return self._rings()[0] if self._scales_by_ranks else super().get_tp_size()
 
     def _merge_metrics(self, parts: list[dict[str, Tensor]]) -> None:
         # SFTTrainer adds up tokens, and micro-batches have no padding. Its two other metrics are means over labels.

@@ -53,6 +53,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padding-free": ("text", {"padding_free": True, "max_length": None}),
     "completions": ("completions", {}),
     "completions, packed": ("completions", {"packing": True}),
+    "one label": (
+        "ends",
+        {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "per_device_eval_batch_size": 1,
+            "average_tokens_across_devices": False,
+        },
+    ),
     "assistants": ("messages", {"assistant_only_loss": True}),
     "dft": ("text", {"loss_type": "dft"}),
     "smoothed": ("text", {"label_smoothing_factor": 0.1}),
@@ -89,7 +98,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def data(kind: str) -> Dataset:
-    """Return fourteen texts, completions or conversations of different lengths."""
+    """Return fourteen texts, completions or conversations of different lengths, or prompts with one label each."""
     generator = torch.Generator().manual_seed(3)
 
     def random_words(count: int) -> str:
@@ -98,6 +107,8 @@ def data(kind: str) -> Dataset:
     counts = [5 + 7 * i % 23 for i in range(14)]
     if kind == "text":
         return Dataset.from_list([{"text": random_words(n) + " w2"} for n in counts])
+    if kind == "ends":
+        return Dataset.from_list([{"prompt": random_words(n), "completion": ""} for n in counts])
     if kind == "completions":
         return Dataset.from_list(
             [{"prompt": random_words(n // 2), "completion": f" {random_words(n)} w2"} for n in counts]
