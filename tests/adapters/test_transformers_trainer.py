@@ -30,12 +30,13 @@ from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers import trainer as trainer_adapter
 from ringattn.adapters.transformers.batches import WholeOutput
+from ringattn.adapters.transformers.loaders import RoundRobin
 from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
 from ringattn.adapters.transformers.trainer_checks import has_custom_loss
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program
-from tests.adapters.trainer import CASES, DIVIDED, QUICK, RingTrainer, Stream, padded, texts
+from tests.adapters.trainer import CASES, DIVIDED, QUICK, RingTrainer, Stream, UnevenBatches, padded, texts
 
 TOLERANCE = 1e-9
 
@@ -68,6 +69,12 @@ def test_checkpointed_layers_of_both_routes(tmp_path: Path) -> None:
 def test_trainer_over_processes(world_size: int, tmp_path: Path) -> None:
     """Training equals one process on a ring of 2 or 3 processes and on two rings of two ranks (4 processes)."""
     check_trained(tmp_path, world_size, CASES[world_size])
+
+
+def test_batches_of_a_users_sampler_are_distributed_over_rings() -> None:
+    shares = [RoundRobin(UnevenBatches(), 3, ring) for ring in range(3)]
+    assert [list(share) for share in shares] == [[[0, 1], [6]], [[2, 3, 4], [6]], [[5], [6]]]
+    assert {(len(share), share.batch_size, share.drop_last) for share in shares} == {(2, None, False)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

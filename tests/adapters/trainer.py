@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 from ringattn import Ring
@@ -120,6 +120,34 @@ class Forwards(Trainer):
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         return super().compute_loss(*args, **options)
+
+
+class UnevenBatches:
+    """A user's batch sampler of seven texts, which has only what torch requires."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3, 4], [5], [6]])
+
+    def __len__(self) -> int:
+        return 4
+
+
+class OwnLoader(Trainer):
+    """A Trainer that evaluates batches of another size than `per_device_eval_batch_size`."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.accelerator.prepare(DataLoader(self.eval_dataset, collate_fn=self.data_collator, **self.batches()))
+
+    def batches(self) -> dict[str, Any]:
+        """Return the arguments of DataLoader that define its batches."""
+        return {"batch_size": 4}
+
+
+class UnevenLoader(OwnLoader):
+    """A Trainer that evaluates batches of different sizes."""
+
+    def batches(self) -> dict[str, Any]:
+        return {"batch_sampler": UnevenBatches()}
 
 
 class MeanOfMeans(Trainer):
@@ -251,6 +279,7 @@ _TWO = (
     "made by model_init",
     "streamed",
     "measured",
+    "measured, own loader",
     "packed, selecting keys",
     "by configuration",
     "plain by configuration",
@@ -277,6 +306,8 @@ CASES = {
         "two rings",
         "two rings, full batches",
         "two rings, measured",
+        "two rings, measured, own loader",
+        "two rings, measured, uneven loader",
         "two rings by configuration",
         "two rings, measured by configuration",
         "two rings, own loss by configuration",
@@ -325,6 +356,9 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
         args |= {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "non_padding", "num_train_epochs": 1}
     if "measured" in case:
         trainer |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": likeliest}
+    if case.endswith("loader"):
+        kind = UnevenLoader if "uneven" in case else OwnLoader
+        args |= {"max_steps": 2, "accelerator_config": {"even_batches": False}}
     if case.startswith("two rings"):
         args |= {"per_device_train_batch_size": 2 if rings else 4}
         trainer |= {"train_dataset": texts()}

@@ -26,7 +26,10 @@ class RoundRobin(BatchSampler):
 
     def __init__(self, batches: Any, rings: int, ring_index: int) -> None:
         self.batches, self.rings, self.ring_index = batches, rings, ring_index
-        self.sampler, self.batch_size, self.drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        # A user's sampler needs none of these. accelerate has the same defaults.
+        self.sampler: Any = getattr(batches, "sampler", None)
+        self.batch_size: Any = getattr(batches, "batch_size", None)
+        self.drop_last = getattr(batches, "drop_last", False)
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.rings)
