@@ -540,7 +540,6 @@ class RingGenerationMixin(RingPreferenceMixin):
         Raises:
             InputError: The batch cannot be sharded, see `shard_batch`.
         """
-        self._gathers_losses = True
         # TRL's method, which generates texts, in place of that of `RingTrainerMixin`, which shards a batch.
         return super(RingTrainerMixin, self).prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
 

@@ -33,6 +33,7 @@ from ringattn.adapters.transformers.host_masks import HOST as MODELS
 from ringattn.adapters.transformers.loaders import (
     NewestBatch,
     keep_newest,
+    last_turn,
     refuse_data,
     refuse_lone_processes,
     share_evaluation,
@@ -184,7 +185,6 @@ class RingTrainerMixin:
         check_trainer(type(self))
         self.ring, self.layout = ring, layout
         self._seq: Sequence | None = None
-        self._gathers_losses = False
         self._checks_with_callbacks = True
 
     def add_callback(self, callback: Any) -> None:
@@ -486,7 +486,7 @@ class RingTrainerMixin:
         Raises:
             UnsupportedError: An output of the model cannot be gathered.
         """
-        self.gather_function = partial(self._gather_once, dataloader)
+        self.gather_function = partial(tree_map_only, Tensor, partial(self._gather_texts, dataloader))
         return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
@@ -534,7 +534,6 @@ class RingTrainerMixin:
             loss = loss.clone()
             self.ring.all_reduce([loss])
             loss /= self.ring.world_size
-        self._gathers_losses = loss is not None
         if encoder_of(base_of(host.model)) is not None:
             return loss, self._gather_parts(logits), labels
         return loss, self._gather_tokens(logits), labels
@@ -609,36 +608,25 @@ class RingTrainerMixin:
         states, encoder = others[0], self._seq.encoder
         return self._gather_tokens(logits), states if encoder is None else encoder.gather(states)
 
-    def _gather_once(self, loader: Any, output: Any) -> Any:
-        """Gather an output over all rings, so that each text appears once.
-
-        With one ring, outputs are already whole on each rank. Only losses are gathered, because Trainer repeats the
-        loss of the last batch to fill it up.
-        """
-        is_loss, self._gathers_losses = self._gathers_losses, False
-        if self._rings()[0] == 1 and not is_loss:
-            return output
-        return tree_map_only(Tensor, partial(self._gather_texts, loader), output)
-
     def _gather_texts(self, loader: Any, rows: Tensor) -> Tensor:
         """Gather rows, (texts of a batch, ...), from one rank of every ring, without repeated texts."""
-        from transformers.trainer_utils import has_length
-
-        host: Any = self
-        rings, _ = self._rings()
-        rows = host.accelerator.pad_across_processes(rows, dim=0)  # the last batch of a ring may be smaller
-        rows = host.accelerator.gather(rows.contiguous())
-        # Processes are ordered by ring, then by rank in the ring. All ranks of a ring have the same texts, so keep
-        # those of the first rank.
-        rows = rows.unflatten(0, (rings, self.ring.world_size, -1))[:, 0].flatten(0, 1)
-        if not has_length(loader.dataset):
-            return rows
-        # The last group may contain repeated batches. Only its first `rest` texts are new.
-        texts, size = len(loader.dataset), host.args.eval_batch_size
-        if host.args.dataloader_drop_last:
-            texts -= texts % size
-        rest = texts % (rings * size)
-        return rows[:rest] if rest and host.accelerator.gradient_state.end_of_dataloader else rows
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        state, (rings, _) = accelerator.gradient_state, self._rings()
+        rows = torch.atleast_1d(rows)
+        parts = [rows]  # whole on every rank of a ring
+        if rings > 1:
+            # Processes are ordered by ring, then by rank in the ring. All ranks of a ring have the same texts, so keep
+            # those of the first rank. Rings may have batches of different sizes.
+            sizes = accelerator.gather(torch.tensor([len(rows)], device=rows.device))[:: self.ring.world_size]
+            rows = accelerator.gather(accelerator.pad_across_processes(rows, dim=0).contiguous())
+            padded = rows.unflatten(0, (rings, self.ring.world_size, -1))[:, 0]
+            new = last_turn(loader, rings) if state.end_of_dataloader else rings
+            parts = [part[:size] for part, size in zip(padded, sizes.tolist(), strict=True)][:new]
+        # Trainer repeats each loss `per_device_eval_batch_size` times, and accelerate shortens the last entries like
+        # this in one process. It knows the batch size of the loader, which may be another.
+        if state.end_of_dataloader and state.remainder > 0:
+            parts[-1] = parts[-1][: state.remainder]
+        return torch.cat(parts)
 
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: Mapping[str, Any]
