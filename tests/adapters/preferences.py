@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from datasets import Dataset, load_from_disk
@@ -231,7 +232,7 @@ def train_errors(folder: str, trainer: str, *cases: str) -> dict[str, Any]:
 
 
 def evaluated(folder: str, trainer: str, ring: Ring | None) -> dict[str, float]:
-    """Return the metrics of an evaluation without training, of five texts in batches of two."""
+    """Return the metrics of an evaluation without training, of five texts in batches of two, and of `predict`."""
     config, plain, over_ring = TRAINERS[trainer]
     args = config(
         output_dir=f"{folder}/{trainer}", per_device_eval_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True,
@@ -244,6 +245,9 @@ def evaluated(folder: str, trainer: str, ring: Ring | None) -> dict[str, float]:
         arguments["ref_model"] = reference(trainer)
     host = plain(**arguments) if ring is None else over_ring(ring=ring, **arguments)
     metrics = host.evaluate()
+    prediction = host.predict(host.eval_dataset)
+    metrics |= prediction.metrics
+    metrics |= {"predicted": float(len(prediction.predictions)), "labels": float(np.sum(prediction.label_ids))}
     return {name: x for name, x in metrics.items() if not any(word in name for word in ("time", "per_second"))}
 
 

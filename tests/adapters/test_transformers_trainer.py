@@ -19,6 +19,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
+from torch.nn.functional import cross_entropy
 from transformers.models.mixtral import modeling_mixtral
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -309,6 +310,31 @@ def test_metrics_with_a_custom_loss(tmp_path: Path, ring: Ring) -> None:
     }
     trainer = build_trainer(tmp_path, ring, compute_loss_func=own_function, **metrics)
     assert tuple(trainer.evaluate()["eval_shape"]) == (2, 11, 64)
+
+
+class Weighted(RingTrainer):
+    """A Trainer whose labels have other names than those of the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        tokens, weights = inputs["input_ids"], inputs["weights"]
+        outputs = model(input_ids=tokens)
+        losses = cross_entropy(outputs.logits[:, :-1].mT, tokens[:, 1:], reduction="none").mean(1)
+        loss = (weights * losses).sum() / weights.sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("names", [["labels", "weights"], ["weights"]], ids=str)
+def test_labels_of_other_names(names: list[str], tmp_path: Path, ring: Ring) -> None:
+    def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = padded(rows)
+        return {"input_ids": batch["input_ids"], names[0]: batch["labels"], "weights": torch.arange(1.0, len(rows) + 1)}
+
+    args = {"label_names": names, "remove_unused_columns": False}
+    trainer = build_trainer(tmp_path, ring, Weighted, args, data_collator=collate)
+    prediction = trainer.predict(texts()[:2])
+    assert prediction.metrics["test_loss"] > 0
+    labels = prediction.label_ids if len(names) > 1 else (prediction.label_ids,)
+    assert [x.shape for x in labels] == [(2, 11), (2,)][-len(names) :] and labels[-1].tolist() == [1, 2]
 
 
 def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None:

@@ -526,8 +526,10 @@ class RingTrainerMixin:
         finally:
             args.average_tokens_across_devices, self._evaluated = across, None
         loss, logits, labels = result
-        if labels is not None:
-            labels = whole["labels"]
+        if labels is not None and self._seq is not None:
+            # The host's labels are shifted, and those of this rank.
+            labels = tuple(whole.get(name) for name in host.label_names)
+            labels = labels[0] if len(labels) == 1 else labels
         if loss is not None:
             # Each rank divides its sum by the labels per rank (see `_get_num_items_in_batch`), so the loss is an
             # average.
@@ -543,13 +545,15 @@ class RingTrainerMixin:
         from transformers import Trainer
 
         host: Any = self
-        missing = [name for name in host.label_names if inputs.get(name) is None]
+        names, returns_loss = host.label_names, inputs.get("return_loss")
+        missing = [name for name in names if inputs.get(name) is None]
         if missing and inputs.get("labels") is not None:
             raise InputError(
                 f"label_names: the batch has labels but no {', '.join(missing)}, so Trainer would evaluate no loss; "
                 'pass label_names=["labels"] to TrainingArguments'
             )
-        has_loss = inputs.get("labels") is not None or (not host.label_names and host.can_return_loss)
+        # As in Trainer's prediction_step.
+        has_loss = not missing if names else host.can_return_loss if returns_loss is None else returns_loss
         if self.shards_evaluation is not None:
             return has_loss and self.shards_evaluation
         return has_loss and "_prepare_context_parallel_inputs" in Trainer.prediction_step.__code__.co_names
