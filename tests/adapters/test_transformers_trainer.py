@@ -337,6 +337,28 @@ def test_labels_of_other_names(names: list[str], tmp_path: Path, ring: Ring) -> 
     assert [x.shape for x in labels] == [(2, 11), (2,)][-len(names) :] and labels[-1].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["loss", "logits"])
+def test_gradients_of_weights_inside_a_loss_are_refused(name: str, tmp_path: Path, ring: Ring) -> None:
+    """Gradients with respect to an output are whole, and those of weights are not."""
+    is_of_weights = False
+
+    class Scaled(RingTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            outputs = model(**inputs)
+            term = outputs.logits.square().mean()
+            torch.autograd.grad(term, outputs.logits, retain_graph=True)
+            if is_of_weights:
+                torch.autograd.grad(outputs[name].sum(), self.model.lm_head.weight, retain_graph=True)
+            return outputs.loss + term
+
+    assert build_trainer(tmp_path, ring, Scaled).train().training_loss > 0
+    is_of_weights = True
+    with pytest.raises(
+        UnsupportedError, match=r"calls torch\.autograd\.grad .* a part of the gradient"
+    ):
+        build_trainer(tmp_path, ring, Scaled).train()
+
+
 def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None:
     with pytest.raises(UnsupportedError, match="Linear is not a transformers model; shard its batches in"):
         build_trainer(tmp_path, ring, model=torch.nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from itertools import count, repeat
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ringattn.adapters.dropout import seed_from
@@ -399,11 +399,20 @@ def _whole_output(name: str, seq: Sequence, x: Any, tokens: int) -> Any:
 class WholeCalls:
     """The hooks that let one model take whole batches, the same on every rank, and return whole outputs.
 
-    Each call activates its sequence with the next of `dropout_seeds`.
+    Each call activates its sequence with the next of `dropout_seeds`. While `is_in_loss` returns True, a backward pass
+    through the outputs raises `UnsupportedError`.
     """
 
-    def __init__(self, ring: Ring, model: Any, layout: LayoutName | str, dropout_seeds: Iterator[int]) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        model: Any,
+        layout: LayoutName | str,
+        dropout_seeds: Iterator[int],
+        is_in_loss: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.ring, self.model, self.layout, self.dropout_seeds = ring, model, layout, dropout_seeds
+        self.is_in_loss = is_in_loss
         self.seq: Sequence | None = None
         self.tokens = 0
         self.depth = 0
@@ -462,7 +471,19 @@ class WholeCalls:
         if not hasattr(out, "items"):
             raise InputError("return_dict=False: outputs without names cannot be gathered; leave it out")
         assert self.seq is not None
+        for x in tree_leaves([*out.values()]):
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                x.grad_fn.register_prehook(self._refuse_in_loss)
         return _whole_outputs(self.seq, out, self.tokens)
+
+    def _refuse_in_loss(self, grads: Any) -> None:
+        """Raise `UnsupportedError` if backward reaches this rank's outputs before the loss is complete."""
+        if self.is_in_loss():
+            raise UnsupportedError(
+                "the loss calls torch.autograd.grad or backward through the model: over a ring, this gives each rank a "
+                "part of the gradient, and only the mean over ranks is that of one process; use gradients with respect "
+                "to outputs.logits or other outputs, which are whole, or train without a ring"
+            )
 
 
 def seeds_of_calls(ring: Ring, ring_index: int) -> Iterator[int]:
@@ -474,7 +495,12 @@ def seeds_of_calls(ring: Ring, ring_index: int) -> Iterator[int]:
 
 @contextmanager
 def whole_calls(
-    ring: Ring, outers: Iterable[nn.Module], model: Any, layout: LayoutName | str, dropout_seed: int
+    ring: Ring,
+    outers: Iterable[nn.Module],
+    model: Any,
+    layout: LayoutName | str,
+    dropout_seed: int,
+    is_in_loss: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Return a context in which a model takes whole batches, the same on every rank, and returns whole outputs.
 
@@ -484,6 +510,7 @@ def whole_calls(
         model: The prepared model inside them.
         layout: As in `Ring.sequence`.
         dropout_seed: As in `Ring.activate`.
+        is_in_loss: While it returns True, a backward pass through the outputs raises UnsupportedError.
 
     Returns:
         A context manager.
@@ -492,7 +519,7 @@ def whole_calls(
         DisagreementError: The batches of the ranks differ.
         InputError: A batch cannot be sharded, see `shard_batch`.
     """
-    calls = WholeCalls(ring, model, layout, repeat(dropout_seed))
+    calls = WholeCalls(ring, model, layout, repeat(dropout_seed), is_in_loss)
     hooks = [hook for outer in outers for hook in calls.attach(outer)]
     try:
         yield

@@ -228,6 +228,8 @@ class RingTrainerMixin:
         """Prepare the models that a step calls, again if a patch has replaced their forward since."""
         prepare(self.model)  # type: ignore[attr-defined]
 
+    _is_in_loss = False
+    """The loss is being computed. Before its end, ranks have only parts of its gradients."""
     _newest: NewestBatch | None = None
     """The collate function of the training loader, if it runs in this process."""
     _upcoming: Iterator[Any] = iter(())
@@ -287,7 +289,11 @@ class RingTrainerMixin:
             ClosedError: The ring was closed or has failed.
         """
         with super().compute_loss_context_manager():  # type: ignore[misc]
-            yield
+            self._is_in_loss = True
+            try:
+                yield
+            finally:
+                self._is_in_loss = False
         batch, self._next = self._next, None
         base = base_of(self.model)  # type: ignore[attr-defined]
         # The positions of some models are computed by running a copy of them, which is not done in a thread.
@@ -694,7 +700,9 @@ class RingTrainerMixin:
         try:
             with ExitStack() as stack:
                 for outers, part in self._called_models(model, prepared):
-                    stack.enter_context(whole_calls(self.ring, outers, part, self.layout, seed))
+                    stack.enter_context(
+                        whole_calls(self.ring, outers, part, self.layout, seed, lambda: self._is_in_loss)
+                    )
                 yield
         finally:
             self._computes_whole_loss, state.num_processes = False, processes
