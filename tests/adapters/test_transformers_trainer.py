@@ -15,11 +15,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which Tra
 
 import accelerate
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from transformers.models.mixtral import modeling_mixtral
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -353,10 +355,34 @@ def test_gradients_of_weights_inside_a_loss_are_refused(name: str, tmp_path: Pat
 
     assert build_trainer(tmp_path, ring, Scaled).train().training_loss > 0
     is_of_weights = True
-    with pytest.raises(
-        UnsupportedError, match=r"calls torch\.autograd\.grad .* a part of the gradient"
-    ):
+    with pytest.raises(UnsupportedError, match=r"calls torch\.autograd\.grad .* a part of the gradient"):
         build_trainer(tmp_path, ring, Scaled).train()
+
+
+def test_weights_that_are_thawed_during_training_are_refused(tmp_path: Path, ring: Ring) -> None:
+    trainer = build_trainer(tmp_path, ring)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        first, second = trainer.model.model.layers
+        second.requires_grad_(False)
+        model = DistributedDataParallel(trainer.model)
+        trainer._refuse_thawed(model)
+        first.requires_grad_(False)  # weights may be frozen, and thawed again
+        trainer._refuse_thawed(model)
+        first.requires_grad_(True)
+        trainer._refuse_thawed(model)
+        first.requires_grad_(False)
+        second.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match=r"\(model\.layers\.1\..*\) was thawed .* create another Trainer"):
+            trainer._refuse_thawed(model)
+        trainer._refuse_thawed(DistributedDataParallel(trainer.model))
+        second.requires_grad_(False)
+        model = DistributedDataParallel(trainer.model)
+        second.requires_grad_(True)
+        with pytest.raises(UnsupportedError, match="a weight was thawed"):
+            trainer._refuse_thawed(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_that_is_not_of_transformers(tmp_path: Path, ring: Ring) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from ringattn.adapters.dropout import seed_from
@@ -330,7 +331,9 @@ class RingTrainerMixin:
 
         Raises:
             InputError: The batch cannot be sharded, see `shard_batch`, or a sample exceeds `max_tokens_per_rank`.
+            UnsupportedError: A weight was thawed after DDP was made.
         """
+        self._refuse_thawed(model)
         self._await_plans()
         self._next = next(self._upcoming, None)
         if self.max_tokens_per_rank is None:
@@ -350,6 +353,27 @@ class RingTrainerMixin:
             self.layout = layout
         self._merge_metrics(parts)
         return torch.stack(losses).sum()
+
+    _reduced: tuple[Any, set[str]] = (None, set())
+    """A model in DDP, and the names of the weights whose gradients DDP averages over ranks."""
+
+    def _refuse_thawed(self, model: Any) -> None:
+        """Raise `UnsupportedError` if a weight needs a gradient, but had none when DDP was made."""
+        wrapper = getattr(model, "_orig_mod", model)  # of a compiled model
+        if not isinstance(wrapper, DistributedDataParallel):
+            return
+        learned = {name for name, weight in wrapper.module.named_parameters() if weight.requires_grad}
+        learned -= wrapper.parameters_to_ignore
+        if self._reduced[0] is not wrapper:
+            # Callbacks run between the creation of DDP and the first step.
+            reduced = wrapper._get_ddp_logging_data().get("num_parameter_tensors", len(learned))
+            self._reduced = (wrapper, learned if len(learned) <= reduced else set())
+        if thawed := sorted(learned - self._reduced[1]):
+            raise UnsupportedError(
+                f"a weight{f' ({thawed[0]})' if self._reduced[1] else ''} was thawed after training began, and DDP "
+                "would not average its gradient over the ranks; set requires_grad of every weight that will be trained "
+                "before the training, and freeze some of them in a callback, or create another Trainer after the change"
+            )
 
     def _merge_metrics(self, parts: list[dict[str, Tensor]]) -> None:
         """Replace the metrics of a batch's micro-batches, `parts`, by those of the batch. Trainer has none."""
