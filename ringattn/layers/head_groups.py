@@ -23,7 +23,7 @@ from ringattn.attention import KeptResults
 from ringattn.errors import InputError
 from ringattn.gradients import once_differentiable
 from ringattn.integers import whole_number
-from ringattn.layers.tiled import Versions, added, autocast_of, gradients_of
+from ringattn.layers.tiled import AtForward, State, added, autocast_of, gradients_of
 
 PRODUCT_ROWS = 4096
 """Rows of the outputs of all groups that are joined at a time for the output projection."""
@@ -43,10 +43,15 @@ def check_head_groups(groups: object, kv_heads: int, name: str = "head_groups") 
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """The function of a group of heads, and the number of groups."""
+    """The function of a group of heads, and the number of groups.
+
+    `state`: what the function reads in addition to its arguments. Backward raises if something else than the function
+    has changed it.
+    """
 
     attention: Attention
     groups: int
+    state: State = dict
 
 
 @torch.compiler.disable
@@ -72,7 +77,8 @@ def in_head_groups(
 
     Raises:
         RingError: What the function raises.
-        RuntimeError: In backward, if a weight has changed in place since forward.
+        RuntimeError: In backward, if a weight has changed in place since forward, or `heads.state` returns something
+            else.
     """
     trained = tuple(weight for weight in weights if weight.requires_grad)
     inputs = (x, out_weight, out_bias, *trained)
@@ -80,7 +86,7 @@ def in_head_groups(
         # If only other ranks need gradients, autograd runs the backward passes of the groups in the order of `backward`
         # below.
         return _product([heads.attention(x, group) for group in range(heads.groups)], out_weight, out_bias)
-    out: Tensor = _Grouped.apply(_Call(heads, trained, Versions(weights), x), *inputs)
+    out: Tensor = _Grouped.apply(_Call(heads, trained, AtForward(weights, heads.state), x), *inputs)
     return out
 
 
@@ -101,8 +107,8 @@ def _product(outs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Ten
 class _Call:
     """One call of `in_head_groups`: its function, and the calls of each group."""
 
-    def __init__(self, heads: HeadGroups, trained: tuple[Tensor, ...], versions: Versions, x: Tensor) -> None:
-        self.heads, self.trained, self.versions = heads, trained, versions
+    def __init__(self, heads: HeadGroups, trained: tuple[Tensor, ...], at_forward: AtForward, x: Tensor) -> None:
+        self.heads, self.trained, self.at_forward = heads, trained, at_forward
         self.autocast = autocast_of(x.device.type)
         self.results = [KeptResults() for _ in range(heads.groups)]
 
@@ -123,6 +129,7 @@ class _Grouped(torch.autograd.Function):
         for group, results in enumerate(call.results):
             with results.keeping():
                 outs.append(call.run(x, group))
+        call.at_forward.leave_out_own_changes()
         kept = [tensor for results in call.results for tensor in results.tensors]
         for results in call.results:
             results.tensors = []
@@ -134,7 +141,7 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        call.versions.refuse_changed()
+        call.at_forward.refuse_changed()
         needs_x, needs_out, needs_bias = ctx.needs_input_grad[1:4]
         x, out_weight, *kept = ctx.saved_tensors
         groups, columns = call.heads.groups, out_weight.shape[1] // call.heads.groups

@@ -11,7 +11,7 @@ forward. Tensors that return from host memory are equal bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ from ringattn.gradients import once_differentiable
 from ringattn.layers import PREFETCH_BYTES
 
 Function = Callable[..., Tensor]
+State = Callable[[], Mapping[str, object]]
+"""A function that returns the values, by name, that another function reads in addition to its arguments."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,15 @@ class Tiling:
     """A function, and the number of rows that it gets at a time.
 
     `summed`: the function returns one number per tile, and the numbers are added. Otherwise it returns one output row
-    per row. `draws`: the function may draw random numbers.
+    per row. `draws`: the function may draw random numbers. `state`: what the function reads in addition to its
+    arguments. Backward raises if something else than the function has changed it.
     """
 
     function: Function
     tile_rows: int
     summed: bool = False
     draws: bool = False
+    state: State = dict
 
 
 @torch.compiler.disable
@@ -65,7 +69,8 @@ def tiled(tiling: Tiling, x: Tensor, weights: Sequence[Tensor], others: Sequence
 
     Raises:
         Exception: Errors of the function.
-        RuntimeError: In backward, if a weight has changed in place since forward.
+        RuntimeError: In backward, if a weight has changed in place since forward, or `tiling.state` returns something
+            else.
     """
     call = _Call(tiling, tuple(integers.flatten() for integers in others), weights, x)
     # A separate operation saves the rows before the function runs. Recomputation of a checkpoint stops after the last
@@ -81,13 +86,14 @@ class _Call:
     `kept`: the autograd context that saves the rows.
 
     Weights are not saved, because hooks may return copies of saved tensors, but the function uses the originals. Their
-    version counters are compared instead, like in autograd.
+    version counters are compared instead, like in autograd, and the state of the function.
     """
 
     def __init__(self, tiling: Tiling, others: tuple[Tensor, ...], weights: Sequence[Tensor], x: Tensor) -> None:
         self.tiling, self.others, self.needs_grad = tiling, others, x.requires_grad
         self.trained = tuple(weight for weight in weights if weight.requires_grad)
-        self.versions = Versions(weights)
+        has_backward = torch.is_grad_enabled() and bool(self.needs_grad or self.trained)
+        self.at_forward = AtForward(weights, tiling.state if has_backward else dict)
         self.kept: Any = None
         self.autocast = autocast_of(x.device.type)
         self.states: list[Tensor] = []
@@ -149,13 +155,14 @@ class _Tiled(torch.autograd.Function):
                 out = part.new_empty(len(rows), *part.shape[1:])
             out[tile] = part
         assert out is not None
+        call.at_forward.leave_out_own_changes()
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        call.versions.refuse_changed()
+        call.at_forward.refuse_changed()
         (rows,) = call.kept.saved_tensors
         drows = torch.empty_like(rows) if call.needs_grad else None
         sums: list[Tensor | None] = [None] * len(call.trained)
@@ -184,22 +191,46 @@ def autocast_of(kind: str) -> Callable[[], torch.autocast]:
     )
 
 
-class Versions:
-    """The version counters of weights in forward.
+class AtForward:
+    """What a recomputed function read in forward: the version counters of weights, and its state.
 
     Those of frozen weights count too: backward computes the function again, so a change of any weight changes the
     gradients of all others.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor], state: State) -> None:
         # Inference tensors have no counter. Autograd refuses to save them, so they have no backward pass.
         self.weights = [weight for weight in weights if not weight.is_inference()]
         self.counters = [weight._version for weight in self.weights]
+        self.state = state
+        self.values = state()
+        self.own_changes: set[str] = set()
+
+    def leave_out_own_changes(self) -> None:
+        """Stop comparing the values that the function itself has changed, such as a counter of its calls."""
+        self.own_changes = set(_changes(self.values, self.state()))
+        self.values = {name: value for name, value in self.values.items() if name not in self.own_changes}
 
     def refuse_changed(self) -> None:
-        """Raise `RuntimeError` unless the weights have the version counters that they had in forward."""
+        """Raise `RuntimeError` unless weights and state are those of forward."""
         if [weight._version for weight in self.weights] != self.counters:
             raise RuntimeError("a weight has changed in place between forward and backward of a recomputed function")
+        changed = [name for name in _changes(self.values, self.state()) if name not in self.own_changes]
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} changed between forward and "
+                "backward of a function that backward recomputes; run backward before the change, or compute without "
+                "recomputation"
+            )
+
+
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Return the names with different values, or with a value in only one mapping. Tensors compare by identity."""
+
+    def is_same(old: object, new: object) -> bool:
+        return old is new or not (isinstance(old, Tensor) or isinstance(new, Tensor) or old != new)
+
+    return [name for name in {**before, **now} if not is_same(before.get(name), now.get(name))]
 
 
 def gradients_of(out: Tensor, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:

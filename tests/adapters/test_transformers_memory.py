@@ -197,6 +197,78 @@ def test_hooks_of_weights_see_the_whole_gradient() -> None:
     assert worst(actual, true) < 1e-6
 
 
+class Switched(torch.nn.Linear):
+    """A linear layer with another factor for each adapter, and the names of the active ones, like a layer of PEFT."""
+
+    is_off = False
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__(*weight.shape[::-1], bias=False, device="meta")
+        self.weight, self.active = weight, ["first"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.is_off else len(self.active))
+
+
+def changed_meanwhile(model: Any, change: Any) -> str:
+    """Return the message of a backward pass after a change since forward, or "" if gradients are those without it."""
+    loss = model(**PLAIN, num_items_in_batch=labels_of(PLAIN)).loss
+    change(model)
+    try:
+        actual = gradients(model, loss)
+    except RuntimeError as error:
+        return str(error)
+    assert worst(actual, called(model)[1]) < 1e-6
+    return ""
+
+
+def test_what_a_module_reads_may_not_change_before_backward() -> None:
+    def switched(name: str) -> Any:
+        model = tiny_model("qwen3", "ringattn", num_hidden_layers=1).double()
+        model = adapter.prepare(model, **{name: EVERY[name]}).train()
+        feed_forward = model.model.layers[0].mlp
+        feed_forward.up_proj = Switched(feed_forward.up_proj.weight)
+        feed_forward.register_buffer("factor", torch.ones(1))
+        return model
+
+    def first(model: Any) -> Any:
+        return model.model.layers[0].mlp
+
+    def off_and_on(model: Any) -> None:
+        first(model).up_proj.is_off = True
+        first(model).up_proj.is_off = False  # now an attribute of the module, and equal to that of its class
+
+    for name, part in {"tiled_mlp": "Qwen3MLP", "chunked_loss": "Linear", "head_groups": "Qwen3Attention"}.items():
+        assert changed_meanwhile(switched(name), lambda model: model.eval()).startswith(f"{part}.training")
+        assert not changed_meanwhile(switched(name), lambda model: model.eval().train())
+    for message, change in {
+        "up_proj.active": lambda model: first(model).up_proj.active.append("second"),
+        "up_proj.is_off": lambda model: setattr(first(model).up_proj, "is_off", True),
+        "factor": lambda model: setattr(first(model), "factor", torch.ones(1)),
+    }.items():
+        assert changed_meanwhile(switched("tiled_mlp"), change).startswith(f"Qwen3MLP.{message} changed")
+    contents = changed_meanwhile(switched("tiled_mlp"), lambda model: first(model).factor.add_(1))
+    assert contents.startswith("the contents of Qwen3MLP.factor changed")
+    assert not changed_meanwhile(switched("tiled_mlp"), off_and_on)
+
+
+def test_other_weights_for_one_call_are_refused_in_backward() -> None:
+    for name, weight in {"tiled_mlp": "Qwen3MLP.gate", "chunked_loss": "Linear.w", "head_groups": "Qwen3A"}.items():
+        model = adapter.prepare(tiny_model("qwen3", "ringattn"), **{name: EVERY[name]})
+        fast = {key: value.detach().clone().requires_grad_() for key, value in model.named_parameters()}
+        loss = torch.func.functional_call(model, fast, (), PLAIN).loss
+        with pytest.raises(RuntimeError, match=rf"^{weight}.* changed between forward and backward"):
+            loss.backward()
+
+
+def test_a_buffer_that_each_call_updates_is_refused() -> None:
+    model = adapter.prepare(tiny_model("llama", "ringattn"), tiled_mlp=5).train()
+    torch.nn.utils.parametrizations.spectral_norm(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(UnsupportedError, match=r"^tiled_mlp: LlamaMLP updates its buffer up_proj\..*\._u in every"):
+        called(model)
+    assert called(model.eval())[0].loss.isfinite()
+
+
 def test_parametrized_weights_learn_the_same() -> None:
     def parametrized(options: dict[str, Any]) -> Any:
         model = adapter.prepare(tiny_model("llama", "ringattn").double(), **options)

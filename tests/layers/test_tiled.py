@@ -153,6 +153,22 @@ def test_a_weight_changed_meanwhile_is_an_error(frozen: bool) -> None:
         out.sum().backward()
 
 
+def test_a_state_changed_meanwhile_is_an_error() -> None:
+    part, x, values = FeedForward(), drawn(9, 8).requires_grad_(), {"scale": 1, "training": True}
+
+    def backward(**changes: object) -> None:
+        tiling = Tiling(part, 4, state=lambda: {**values, "calls": part.calls})
+        out = tiled(tiling, x, list(part.parameters()))
+        values.update(changes)  # type: ignore[arg-type]
+        out.sum().backward()
+
+    backward()  # the function itself counts its calls
+    with pytest.raises(RuntimeError, match=r"^scale, more changed between forward and backward of a function"):
+        backward(scale=2, more=0)
+    with pytest.raises(RuntimeError, match=r"^training changed"):
+        backward(training=False)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_hooks_of_weights_run_once_with_the_sum_of_all_tiles(again: bool) -> None:
     part, x = FeedForward(), drawn(9, 8).requires_grad_()

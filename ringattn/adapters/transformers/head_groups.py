@@ -13,6 +13,7 @@ known when the module is called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringattn.adapters.transformers.calls import PART
+from ringattn.adapters.transformers.module_state import module_state, refuse_updates
 from ringattn.adapters.transformers.sharded_weights import (
     TensorParallel,
     gather_for,
@@ -175,10 +177,11 @@ class GroupedAttention(nn.Module):
             return out
 
         inside = [*norms, *(tensor for pair in projections.values() for tensor in pair if tensor is not None)]
-        heads = HeadGroups(attention, self.groups)
-        if parallel is None:
-            return in_head_groups(heads, hidden_states, inside, out_weight, out_bias), None
-        out = parallel.summed(in_head_groups(heads, parallel.replicated(hidden_states), inside, out_weight))
+        heads = HeadGroups(attention, self.groups, partial(module_state, module))
+        with refuse_updates(module, "head_groups"):
+            if parallel is None:
+                return in_head_groups(heads, hidden_states, inside, out_weight, out_bias), None
+            out = parallel.summed(in_head_groups(heads, parallel.replicated(hidden_states), inside, out_weight))
         return out if out_bias is None else out + out_bias.to(out.dtype), None
 
     def view(self, projections: dict[str, tuple[Tensor, Tensor | None]], group: int) -> Any:

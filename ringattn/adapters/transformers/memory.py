@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.adapters.transformers.calls import AROUND, WatchedLoss
 from ringattn.adapters.transformers.head_groups import grouped_attention
+from ringattn.adapters.transformers.module_state import module_state, refuse_updates
 from ringattn.adapters.transformers.sharded_weights import (
     gather_for,
     gathers_columns,
@@ -149,8 +150,10 @@ class TiledForward(nn.Module):
         if any(hasattr(weight, "ds_id") for weight in part.parameters()):
             forward = partial(type(part).forward, without_hooks(part, "tiled_mlp"))
         # A feed-forward of transformers expects a batch dimension.
-        tiling = Tiling(lambda rows: forward(rows[None])[0], self.tokens, draws=part.training)
-        return tiled(tiling, hidden_states, list(part.parameters()))
+        state = partial(module_state, part)
+        tiling = Tiling(lambda rows: forward(rows[None])[0], self.tokens, draws=part.training, state=state)
+        with refuse_updates(part, "tiled_mlp"):
+            return tiled(tiling, hidden_states, list(part.parameters()))
 
 
 def _feed_forwards(model: Any) -> list[nn.Module]:
@@ -353,8 +356,9 @@ class ChunkedLoss:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return F.cross_entropy(wide.view(-1, later.vocabulary), labels, ignore_index=later.ignore, reduction="sum")
 
-        tiling = Tiling(loss_of, self.tokens, summed=True)
-        return tiled(tiling, hidden, list(self.head.parameters()), [later.labels])
+        tiling = Tiling(loss_of, self.tokens, summed=True, state=partial(module_state, self.head))
+        with refuse_updates(self.head, "chunked_loss"):
+            return tiled(tiling, hidden, list(self.head.parameters()), [later.labels])
 
 
 @dataclass(frozen=True)
