@@ -36,7 +36,7 @@ from ringattn.adapters.transformers.trainer import HOST as TRAINER
 from ringattn.adapters.transformers.trainer import RingTrainerMixin
 from ringattn.adapters.transformers.trainer_checks import EARLY_CALLBACKS
 from ringattn.core.layout import LayoutName
-from ringattn.errors import InputError, UnsupportedError
+from ringattn.errors import DisagreementError, InputError, UnsupportedError
 
 __all__ = ["RingAccelerator", "RingParallelismConfig"]
 
@@ -253,13 +253,36 @@ class RingAccelerator(Accelerator):
             The reduced tensors.
 
         Raises:
-            Nothing.
+            DisagreementError: A sum of integers shows that the ranks of a ring have different values.
         """
         reduced = super().reduce(tensor, reduction, scale)
-        if reduction != "sum":
-            return reduced
-        size = self._ring_size
-        return tree_map_only(Tensor, lambda x: x / size if x.is_floating_point() else x // size, reduced)
+        return reduced if reduction != "sum" else tree_map_only(Tensor, self._divided_by_ring_size, reduced)
+
+    def _divided_by_ring_size(self, total: Tensor) -> Tensor:
+        if total.is_floating_point() or total.is_complex():
+            return total / self._ring_size
+        if (total % self._ring_size).any():
+            raise DisagreementError(
+                f"reduce: a sum over all processes is not a multiple of {self._ring_size}, the ranks of a ring, so they "
+                "have different values; pass the same value on all ranks of a ring"
+            )
+        return total // self._ring_size
+
+    def check_trigger(self) -> bool:
+        """Return whether any process has called `set_trigger`, and reset the trigger. A collective call.
+
+        Returns:
+            Whether the trigger was set.
+
+        Raises:
+            Nothing.
+        """
+        # A single rank of a ring may set the trigger, so sum over all processes.
+        size, self._ring_size = self._ring_size, 1
+        try:
+            return bool(super().check_trigger())
+        finally:
+            self._ring_size = size
 
 
 class _SchedulerOfRings(AcceleratedScheduler):

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
-from ringattn import InputError, Ring, UnsupportedError
+from ringattn import DisagreementError, InputError, Ring, UnsupportedError
 from ringattn.adapters import auto
 from ringattn.adapters.accelerate import RingAccelerator, RingParallelismConfig
 from ringattn.adapters.host_versions import source_digest
@@ -270,3 +270,16 @@ def test_loops_that_cannot_be_exact_are_refused() -> None:
     assert accelerator.prepare(model) is model and len(model._forward_hooks) == 1
     with pytest.raises(InputError, match="positional inputs: call the model with keywords"):
         model(torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_a_trigger_of_one_rank_counts_and_sums_of_unequal_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = RingAccelerator(cpu=True)
+    accelerator._ring_size = 2
+    # The other rank has zeros.
+    monkeypatch.setattr(accelerate.Accelerator, "reduce", lambda self, tensor, *_: tensor)
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger() and not accelerator.check_trigger()
+    with pytest.raises(DisagreementError, match=r"^reduce: a sum over all processes is not a multiple of 2, the ranks"):
+        accelerator.reduce(torch.tensor([2, 3]))
+    assert accelerator.reduce({"a": torch.tensor([2, 4]), "b": torch.tensor(3.0)})["a"].tolist() == [1, 2]
