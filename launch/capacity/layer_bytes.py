@@ -242,8 +242,25 @@ def block_bytes(shape: ModelShape, precision: Precision, zigzag: bool) -> int:
     return max(of_queries + of_keys // 2, of_queries // 2 + of_keys) if zigzag else of_queries + of_keys
 
 
+def packing_bytes(shape: ModelShape, precision: Precision, saved: str) -> int:
+    """Return the transient bytes per token while the feed-forward packs the input of its last product.
+
+    Gate and up, the product, the layer's input and the residual exist, and the wide tensors of `pack_rows`: a copy if
+    the product is narrower, the scaled elements and in int8 the rounded ones.
+    """
+    item, wide, inner = precision.activation, precision.wide, shape.ffn * shape.feeds
+    projected = 2 * inner if shape.block == "swiglu" else inner
+    wide_rows = (item < wide) + (2 if saved == "int8" else 1)
+    return item * (projected + inner + 2 * shape.width) + wide * wide_rows * inner
+
+
 def backward_bytes(
-    shape: ModelShape, precision: Precision, tiled: bool = False, groups: int = 1, zigzag: bool = True
+    shape: ModelShape,
+    precision: Precision,
+    tiled: bool = False,
+    groups: int = 1,
+    zigzag: bool = True,
+    saved: str = "keep",
 ) -> Moment:
     """Return the transient bytes at the two largest moments of one layer's backward.
 
@@ -255,6 +272,9 @@ def backward_bytes(
     been freed, and are subtracted. In several `groups` of heads, only one group has
     these tensors and its projections, and there is also the sum of the gradients of the layer's input. Projection: the
     gradient of the projections of one group becomes that of the layer's input.
+
+    If the layer keeps its activations packed (`saved`), less is freed. The product's factors are unpacked, one of them
+    while its wide values exist, and their gradients are computed next to them.
     """
     item, wide, width, queries = precision.activation, precision.wide, shape.width, shape.query_width
     inner = (2 * shape.ffn if shape.block == "swiglu" else shape.ffn) * shape.feeds
@@ -265,9 +285,14 @@ def backward_bytes(
     if groups > 1:
         attention = item * 2 * width + (item * (queries + projected) + sums + block + 2 * wide * shape.heads) // groups
     projection = item * 3 * width + item * (queries + projected) // groups if groups > 1 else 0
-    freed = layer_parts(shape, precision, tiled, groups).after.total
+    freed = held_bytes(layer_parts(shape, precision, tiled, groups).after, saved)
     attention, projection = max(0, attention - freed), max(0, projection - freed)
     if tiled:
         tile = layer_parts(shape, precision).after.total + item * inner
         return Moment(2 * item * width, attention, projection, tile)
-    return Moment(item * (inner + width), attention, projection)
+    if saved == "keep":
+        return Moment(item * (inner + width), attention, projection)
+    product = shape.ffn * shape.feeds
+    unpacking = item * (inner - product) + (2 * wide + (item if item < wide else 0)) * product
+    unpacked = item * product + max(unpacking, 2 * item * inner) - held_bytes(rows(precision, product), saved)
+    return Moment(unpacked + item * width, attention, projection)

@@ -276,6 +276,7 @@ MOMENTS = {
     "loss": "at the loss", "last layer": "in the backward of the last layer",
     "next to last layer": "in the backward of the next to last layer",
     "second layer": "in the backward of the second layer",
+    "packing": "in forward, while the last layer packs its activations",
     "gather": "in forward, while the weights of the last layer are gathered",
     "first layer": "in the backward of the first layer", "update": "in the update of the optimizer",
     "reduction": "in the reduction of the gradients", "stored": "with all stored tensors",

@@ -35,6 +35,7 @@ from ringattn.launch.capacity.layer_bytes import (
     held_bytes,
     layer_parts,
     logits_bytes,
+    packing_bytes,
     stored,
 )
 from ringattn.launch.capacity.model_shapes import ModelShape, Share, in_flight, share_of
@@ -343,6 +344,11 @@ class TrainingSetup(TrainingSwitches):
         return self.zero_stage >= 2
 
     @property
+    def packed(self) -> str:
+        """Return how a layer's activations are stored. Recomputed ones are not packed."""
+        return self.saved_activations if self.recompute == "none" else "keep"
+
+    @property
     def gradients_appear(self) -> bool:
         """Return whether gradients do not exist before the backward pass of a layer."""
         return self.micro_batches == 1 and (self.is_sharded or not self.gradients_kept)
@@ -553,7 +559,7 @@ def live_bytes(run: TrainingSetup) -> tuple[float, float, float]:
     if not run.transients:
         return recomputed, 0, 0
     zigzag = run.ranks > 1 and run.attention.layout == "zigzag"
-    moment = backward_bytes(run.model, run.numbers, run.is_tiled, run.head_groups, zigzag)
+    moment = backward_bytes(run.model, run.numbers, run.is_tiled, run.head_groups, zigzag, run.packed)
     feed = run.kept_tokens * moment.feed_forward + tile_bytes(run)
     attention = run.kept_tokens * moment.attention
     if run.head_groups > 1:
@@ -591,7 +597,8 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
     optimizer updates one matrix after another, with two temporary matrices. Without ZeRO, reduction: `Ring.all_reduce`
     packs the gradients and receives the same number of bytes. From ZeRO 2 on, gather: the weights of the last layer are
     gathered in forward; next to last layer: in its backward, the input of the first reduction exists; second layer: in
-    its backward, the weights of the first layer exist too, and most shards of gradients.
+    its backward, the weights of the first layer exist too, and most shards of gradients. With packed activations,
+    packing: the last layer packs a tensor of its feed-forward.
     """
     shape, numbers, share = run.model, run.numbers, run.share
     slots, layers = staging_bytes(run), share.layers
@@ -641,6 +648,11 @@ def moments(run: TrainingSetup) -> dict[str, Breakdown]:
             live_layer=2.0 * _largest(shape) * numbers.state / run.tensor_ranks / (run.degree if run.zero_stage else 1),
         ),
     }  # fmt: skip
+    if run.packed != "keep" and not run.is_tiled:
+        breakdowns["packing"] = Breakdown(
+            **between, parameters=parameter_bytes(run, gathered_in_forward(run, 1)), gradients=early, activations=final,
+            live_layer=run.kept_tokens * packing_bytes(shape, numbers, run.packed),
+        )  # fmt: skip
     if run.is_sharded and layers > 1:
         kept = final - single / layers
         breakdowns["gather"] = Breakdown(

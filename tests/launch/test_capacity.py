@@ -283,7 +283,7 @@ def predicted_bytes(config: TrainConfig) -> float:
     """Return the planner's peak bytes of one step, without weights and optimizer state."""
     shape = ModelShape(*astuple(config.model)[:5], 256, tied=True)
     peak = training_bytes(TrainingSetup(
-        shape, config.tokens, precision="fp32", recompute=config.recompute, gradients_kept=False,
+        shape, config.tokens, precision=TRAIN_PRECISION[config.dtype], recompute=config.recompute, gradients_kept=False,
         saved_activations=config.saved_activations, chunked_loss_tokens=config.chunked_loss_tokens or 0,
         tiled_mlp_tokens=config.tiled_mlp_tokens or 0, head_groups=config.head_groups,
     )).peak  # fmt: skip
@@ -311,6 +311,14 @@ def test_predicted_peaks_match_measured_peaks(change: dict[str, Any], monkeypatc
     monkeypatch.setattr(tiled, "from_host", lambda array: tiled.DeviceCopy(torch.from_numpy(array).clone(), None))
     config = replace(BIG, **change)
     assert measured_peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.1)
+
+
+@pytest.mark.parametrize(("saved", "dtype"), [("int8", "fp32"), ("fp8", "fp32"), ("int8", "bf16")])
+def test_packed_activations_are_counted_while_they_are_packed_and_unpacked(saved: str, dtype: str) -> None:
+    """With int8, the largest moment is the packing in forward; with fp8 in float32, the unpacking in backward."""
+    model = ModelConfig(3, 128, 4, 2, 384)
+    config = TrainConfig(tokens=1024, steps=1, dtype=dtype, saved_activations=saved, model=model)
+    assert measured_peak_bytes(config) == pytest.approx(predicted_bytes(config), rel=0.02)
 
 
 # --- the benchmark ---------------------------------------------------------------------------------------------------
