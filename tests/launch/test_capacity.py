@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ringattn import Ring
 from ringattn.bench import training_memory
 from ringattn.bench.gate import GateError
+from ringattn.bench.report import RESULTS
 from ringattn.bench.storage_meter import StorageMeter
 from ringattn.cli import main
 from ringattn.errors import InputError
@@ -338,24 +339,14 @@ def test_differing_losses_stop_the_benchmark() -> None:
             training_memory.check_losses([first, wrong], "wrong")
 
 
-MEASURED_MIB = {
-    ("none", "sgd", "none", 1): 91.37, ("none", "sgd", "none", 4): 91.13, ("none", "sgd", "zero2", 1): 58.78,
-    ("none", "sgd", "zero2", 4): 68.71, ("none", "sgd", "zero3", 1): 44.20, ("none", "sgd", "zero3", 4): 50.10,
-    ("full", "adamw", "zero2", 1): 65.49, ("full", "adamw", "zero2", 4): 87.45, ("full", "adamw", "zero3", 1): 59.43,
-    ("full", "adamw", "zero3", 4): 69.65,
-}  # fmt: skip
-"""Peaks of the benchmark's short runs on two ranks, by recompute, optimizer, sharding and micro batches."""
-
-
-@pytest.mark.parametrize("settings", MEASURED_MIB, ids=str)
-def test_measured_peaks_of_sharded_runs_are_within_three_percent_of_the_plan(settings: tuple[Any, ...]) -> None:
-    recompute, optimizer, sharding, micro_batches = settings
-    run = training_memory.Combination(
-        recompute, optimizer, 2, is_short=True, sharding=sharding, micro_batches=micro_batches
-    )
-    assert run in training_memory.COMBINATIONS
-    planned = training_memory.planned(run, training_memory.TrainingMemoryOptions()).peak.total
-    assert planned == pytest.approx(MEASURED_MIB[settings] * 2**20, rel=0.03)
+def test_measured_peaks_are_within_three_percent_of_the_plan() -> None:
+    """Every recorded run, also with sharded weights and with micro batches, has the peak that is planned today."""
+    recorded = json.loads((Path(__file__).parents[2] / RESULTS / "training_memory.json").read_text())["runs"]
+    options = training_memory.TrainingMemoryOptions()
+    for run, record in zip(training_memory.COMBINATIONS, recorded, strict=True):
+        assert {key: record[key] for key in run._asdict()} == run._asdict()
+        measured = max(rank["storage_bytes"] for rank in record["by_rank"])
+        assert training_memory.planned(run, options).peak.total == pytest.approx(measured, rel=0.03), run
 
 
 @pytest.mark.parametrize("stage", [2, 3])
