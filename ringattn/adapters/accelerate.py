@@ -263,8 +263,8 @@ class RingAccelerator(Accelerator):
             return total / self._ring_size
         if (total % self._ring_size).any():
             raise DisagreementError(
-                f"reduce: a sum over all processes is not a multiple of {self._ring_size}, the ranks of a ring, so they "
-                "have different values; pass the same value on all ranks of a ring"
+                f"reduce: a sum over all processes is not a multiple of {self._ring_size}, the ranks of a ring, so "
+                "they have different values; pass the same value on all ranks of a ring"
             )
         return total // self._ring_size
 
