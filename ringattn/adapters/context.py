@@ -53,7 +53,8 @@ def sequence_of() -> Sequence | None:
         raise InputError(
             "a ring of several ranks is open and no sequence is active, so this model may hold shards: call it inside "
             "`with ring.activate(seq):`. For local attention call it inside `with ring.activate(None):` or, if the "
-            "ring is not at hand, inside `with ringattn.adapters.local.local_attention():`"
+            "ring is not at hand, inside `with ringattn.adapters.local.local_attention():`. In a method of Trainer, "
+            "see 'Calls of the model in methods of Trainer' in docs/embedding-trainers.md"
         )
     return None if active is None else active.seq
 

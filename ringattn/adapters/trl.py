@@ -183,7 +183,6 @@ class _RingTRLMixin(RingTrainerMixin):
 class RingSFTMixin(_RingTRLMixin):
     """Mixin before TRL's SFTTrainer: `RingTrainerMixin`, with the counts and metrics of SFTTrainer."""
 
-    shards_evaluation = False  # SFTTrainer's prediction_step does not call the sharding method of Trainer
     loss_of_shards = True
 
     def _check_options(self) -> None:
@@ -305,8 +304,6 @@ class RingPreferenceMixin(_RingTRLMixin):
         """
         super().begin_ring(ring, layout)
         self._rewards = self._trl_trainer() == "RewardTrainer"
-        # Only RewardTrainer keeps Trainer's prediction_step, which calls the sharding method.
-        self.shards_evaluation = None if self._rewards else False
 
     def _check_options(self) -> None:
         super()._check_options()

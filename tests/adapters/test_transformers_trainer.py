@@ -34,12 +34,12 @@ from ringattn.adapters.dropout import seed_from
 from ringattn.adapters.transformers import trainer as trainer_adapter
 from ringattn.adapters.transformers.batches import WholeOutput
 from ringattn.adapters.transformers.loaders import RoundRobin
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer, step_shards
 from ringattn.adapters.transformers.trainer_checks import has_custom_loss
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
 from tests.adapters.processes import call_in_program
-from tests.adapters.trainer import CASES, DIVIDED, QUICK, RingTrainer, Stream, UnevenBatches, padded, texts
+from tests.adapters.trainer import CASES, DIVIDED, QUICK, OwnStep, RingTrainer, Stream, UnevenBatches, padded, texts
 
 TOLERANCE = 1e-9
 
@@ -180,6 +180,19 @@ def test_label_names_that_batches_lack_are_refused(tmp_path: Path, ring: Ring) -
     trainer = build_trainer(tmp_path, ring, eval_dataset=texts(), args={"label_names": ["labels", "shift_labels"]})
     with pytest.raises(InputError, match=r"label_names: the batch has labels but no shift_labels"):
         trainer.evaluate()
+
+
+def test_steps_of_evaluation_that_shard_batches() -> None:
+    class CallsTrainers(transformers.Trainer):
+        def prediction_step(self, *args: Any, **options: Any) -> Any:
+            return super().prediction_step(*args, **options)
+
+    shards = [
+        step_shards(type("Ours", (RingTrainerMixin, kind), {}))
+        for kind in (transformers.Trainer, transformers.Seq2SeqTrainer, CallsTrainers, OwnStep)
+    ]
+    trainers = shards[0]  # Trainer's own step shards from transformers 5.16 on
+    assert shards == [trainers, trainers, trainers, False]
 
 
 def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring) -> None:

@@ -150,6 +150,16 @@ class UnevenLoader(OwnLoader):
         return {"batch_sampler": UnevenBatches()}
 
 
+class OwnStep(Trainer):
+    """A Trainer with its own step of evaluation."""
+
+    @torch.no_grad()
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        outputs = model(**inputs)
+        return outputs.get("loss"), outputs.logits, inputs.get("labels")
+
+
 class MeanOfMeans(Trainer):
     """A Trainer whose loss is the mean over each batch, and then over the batches of a step."""
 
@@ -280,6 +290,7 @@ _TWO = (
     "streamed",
     "measured",
     "measured, own loader",
+    "own step, measured",
     "packed, selecting keys",
     "by configuration",
     "plain by configuration",
@@ -356,6 +367,9 @@ def settings(case: str, rings: int) -> tuple[type[Trainer], dict[str, Any], dict
         args |= {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "non_padding", "num_train_epochs": 1}
     if "measured" in case:
         trainer |= {"compute_metrics": accuracy, "preprocess_logits_for_metrics": likeliest}
+    if case.startswith("own step"):
+        kind = OwnStep
+        args |= {"max_steps": 2}
     if case.endswith("loader"):
         kind = UnevenLoader if "uneven" in case else OwnLoader
         args |= {"max_steps": 2, "accelerator_config": {"even_batches": False}}

@@ -9,6 +9,7 @@ Guarantees: the loss and gradients of one process, also in evaluation. Labels ar
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -119,12 +120,6 @@ class RingTrainerMixin:
             pass
 
         RingTrainer(model=model, args=args, train_dataset=texts, ring=ringattn.Ring()).train()
-    """
-
-    shards_evaluation: bool | None = None
-    """Whether the host's prediction_step calls the sharding method for batches with a loss.
-
-    None: it is the prediction_step of Trainer, which does so from transformers 5.16 on.
     """
 
     loss_of_shards = False
@@ -572,8 +567,6 @@ class RingTrainerMixin:
 
     def _step_shards_evaluation(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the host's prediction_step calls the sharding method for this batch."""
-        from transformers import Trainer
-
         host: Any = self
         names, returns_loss = host.label_names, inputs.get("return_loss")
         missing = [name for name in names if inputs.get(name) is None]
@@ -584,9 +577,7 @@ class RingTrainerMixin:
             )
         # As in Trainer's prediction_step.
         has_loss = not missing if names else host.can_return_loss if returns_loss is None else returns_loss
-        if self.shards_evaluation is not None:
-            return has_loss and self.shards_evaluation
-        return has_loss and "_prepare_context_parallel_inputs" in Trainer.prediction_step.__code__.co_names
+        return has_loss and step_shards(type(self))
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of Trainer's estimate, which Trainer sums over ranks.
@@ -690,8 +681,9 @@ class RingTrainerMixin:
             whole: Any = copy(inputs)
             return partial(self._whole_step, model, prepared, seed), whole
         self._seq, shards = shard_batch(self.ring, inputs, self.layout, model=prepared)
-        if "shift_labels" in shards and takes_means(host):
-            # Every rank divides its part of the sum by the labels per rank, see `_get_num_items_in_batch`.
+        if "shift_labels" in shards and (host.model_accepts_loss_kwargs or takes_means(host)):
+            # Every rank divides its part of the sum by the labels per rank, see `_get_num_items_in_batch`. If Trainer
+            # has counted labels, it replaces this number.
             labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
             shards["num_items_in_batch"] = labels_per_rank((labels != -100).sum(), self.ring.world_size, prepared)
         return partial(self._sharded_step, self._seq, seed), shards
@@ -750,6 +742,24 @@ def ring_of_arguments(arguments: Iterable[Any], cp_size: int | None = None) -> R
     # Reading the device initialises the process group, as the arguments say.
     device = PartialState().device if options is None else options.device
     return ring_of_ranks(cp_size, device.type)
+
+
+def step_shards(kind: type[Any]) -> bool:
+    """Return whether prediction_step of a Trainer calls the sharding method: Trainer's does from transformers 5.16 on.
+
+    A step that replaces Trainer's, as those of TRL, computes the loss of the inputs that it gets.
+
+    Args:
+        kind: A class with `RingTrainerMixin`. The steps after the mixin are examined.
+    """
+    classes = kind.__mro__
+    for base in classes[classes.index(RingTrainerMixin) + 1 :]:
+        if "prediction_step" not in vars(base):
+            continue
+        names = inspect.unwrap(vars(base)["prediction_step"]).__code__.co_names
+        if "prediction_step" not in names:  # otherwise it calls that of its base class
+            return "_prepare_context_parallel_inputs" in names
+    return False
 
 
 class ShardLoss:
