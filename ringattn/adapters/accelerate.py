@@ -263,8 +263,8 @@ class RingAccelerator(Accelerator):
             return total / self._ring_size
         if (total % self._ring_size).any():
             raise DisagreementError(
-                f"reduce: a sum over all processes is not a multiple of {self._ring_size}, the ranks of a ring, so "
-                "they have different values; pass the same value on all ranks of a ring"
+                f"reduce: a sum over all processes is not a multiple of {self._ring_size}, so the {self._ring_size} "
+                "ranks of a ring have different values; pass the same value on all of them"
             )
         return total // self._ring_size
 
@@ -294,8 +294,8 @@ class _SchedulerOfRings(AcceleratedScheduler):
         self.split_batches = True  # so that each call below advances it once
         advances = self.step_with_optimizer and self.gradient_state.sync_gradients
         for _ in range(self.rings if advances else 1):
-            # As in accelerate: OneCycleLR raises if it advances further.
-            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+            # As in accelerate: OneCycleLR raises if it advances further. ReduceLROnPlateau has neither number.
+            if not hasattr(self.scheduler, "total_steps") or self.scheduler._step_count <= self.scheduler.total_steps:
                 super().step(*args, **kwargs)
 
 

@@ -280,6 +280,16 @@ def test_a_trigger_of_one_rank_counts_and_sums_of_unequal_ranks_are_refused(monk
     assert not accelerator.check_trigger()
     accelerator.set_trigger()
     assert accelerator.check_trigger() and not accelerator.check_trigger()
-    with pytest.raises(DisagreementError, match=r"^reduce: a sum over all processes is not a multiple of 2, the ranks"):
+    with pytest.raises(DisagreementError, match=r"^reduce: a sum over all processes is not a multiple of 2, so"):
         accelerator.reduce(torch.tensor([2, 3]))
     assert accelerator.reduce({"a": torch.tensor([2, 4]), "b": torch.tensor(3.0)})["a"].tolist() == [1, 2]
+
+
+def test_a_scheduler_that_counts_no_steps_advances_once_for_each_ring() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    scheduler = RingAccelerator(cpu=True).prepare_scheduler(plateau)
+    scheduler.rings = 2
+    for _ in range(2):
+        scheduler.step(3.0)
+    assert optimizer.param_groups[0]["lr"] == 1.0 * 0.5**3  # the first of four equal losses is the best
