@@ -4,8 +4,9 @@ An operator takes tensors, numbers and texts only. So a number (the handle) stan
 the operator runs. Another number (the ticket) leads from the backward pass to the call that forward agreed on
 (docs/internals/decisions/0012).
 
-Guarantees: `torch.compile(fullgraph=True)` traces it without a break and without running it. A policy of selective
-checkpointing may name the operators `torch.ops.ringattn.attention` and `attention_backward`.
+Guarantees: `torch.compile(fullgraph=True)` traces it without a break and without running it. Compiled code runs every
+attention of the traced code, also if no result is used. A policy of selective checkpointing may name the operators
+`torch.ops.ringattn.attention` and `attention_backward`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ringattn import attention as calls
 from ringattn.adapters.attend import as_autocast, lone_sequence
@@ -333,6 +335,12 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> t
 
 
 attention.register_autograd(_gradients, setup_context=_save)
+
+# Compilers remove pure operators without a used result. A rank that does not use a result takes part all the same,
+# because other ranks may use theirs. torch's effect tokens would also keep the order of the operators, but torch 2.13
+# cannot combine them with activation checkpoints.
+has_side_effect(torch.ops.ringattn.attention.default)
+has_side_effect(torch.ops.ringattn.attention_backward.default)
 
 
 class _Anchored(torch.autograd.Function):

@@ -118,6 +118,42 @@ def test_layers_compile_into_one_graph() -> None:
         assert_same(eager, second)
 
 
+@pytest.mark.parametrize(
+    ("backend", "again"),
+    [("aot_eager", False), *(pytest.param(name, again, marks=pytest.mark.slow)
+                             for name, again in (("aot_eager", True), ("inductor", False), ("inductor", True)))],
+)  # fmt: skip
+def test_all_ranks_compute_a_result_that_one_rank_reads(backend: str, again: bool) -> None:
+    def body(ring: Ring) -> tuple[list[Tensor], list[Tensor], int]:
+        model, seq = Layers(), ring.sequence(TOKENS)
+        x = seq.shard(inputs())
+
+        def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            q, k, v = model.qkv(x).unflatten(2, (-1, DIM // HEADS)).split((HEADS, KV_HEADS, KV_HEADS), 2)
+            out = causal(q, k, v)
+            logged = causal(out, k, v).detach()  # after `out`, because compilers may reorder independent operators
+            return out, logged.norm() if ring.rank == 0 else None
+
+        def trained(run: Callable[[Tensor], tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+            with ring.activate(seq):
+                with torch.no_grad():
+                    other, _ = run(x)
+                out, _ = checkpoint(run, x, use_reentrant=False) if again else run(x)
+            (dweight,) = torch.autograd.grad(out.sin().sum(), [model.qkv.weight])
+            return [out.detach(), dweight, other]
+
+        eager = trained(run)
+        ring.reset_counters()
+        compiled = trained(torch.compile(run, backend=backend, fullgraph=True))
+        return eager, compiled, ring.counters()["passes"]
+
+    results = run_ranks(2, body)
+    assert results[0][2] == results[1][2] >= 5  # two times two forward passes, and a backward pass
+    for eager, compiled, _ in results:
+        for x, y in zip(compiled, eager, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.slow
 def test_inductor_compiles_around_the_operators() -> None:
     def body(ring: Ring) -> list[Tensor]:
