@@ -31,10 +31,11 @@ from ringattn.adapters import host_versions
 from ringattn.adapters import transformers as adapter
 from ringattn.adapters.accelerate import RingParallelismConfig
 from ringattn.adapters.dropout import seed_from
+from ringattn.adapters.local import local_attention
 from ringattn.adapters.transformers import trainer as trainer_adapter
 from ringattn.adapters.transformers.batches import WholeOutput
 from ringattn.adapters.transformers.loaders import RoundRobin
-from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer, step_shards
+from ringattn.adapters.transformers.trainer import RingTrainerMixin, check_trainer, takes_shards
 from ringattn.adapters.transformers.trainer_checks import has_custom_loss
 from ringattn.errors import UnsupportedError
 from tests.adapters.models import tiny_model
@@ -182,17 +183,20 @@ def test_label_names_that_batches_lack_are_refused(tmp_path: Path, ring: Ring) -
         trainer.evaluate()
 
 
-def test_steps_of_evaluation_that_shard_batches() -> None:
+def test_steps_of_evaluation_that_take_shards() -> None:
     class CallsTrainers(transformers.Trainer):
         def prediction_step(self, *args: Any, **options: Any) -> Any:
             return super().prediction_step(*args, **options)
 
-    shards = [
-        step_shards(type("Ours", (RingTrainerMixin, kind), {}))
-        for kind in (transformers.Trainer, transformers.Seq2SeqTrainer, CallsTrainers, OwnStep)
-    ]
-    trainers = shards[0]  # Trainer's own step shards from transformers 5.16 on
-    assert shards == [trainers, trainers, trainers, False]
+    class TakesWholeTexts(transformers.Trainer):
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            with local_attention():
+                return self.compute_loss(model, inputs), None, None
+
+    kinds = transformers.Trainer, transformers.Seq2SeqTrainer, CallsTrainers, OwnStep, TakesWholeTexts
+    trainers, *others = (takes_shards(type("Ours", (RingTrainerMixin, kind), {})) for kind in kinds)
+    # Trainer's own step shards from transformers 5.16 on.
+    assert others == [trainers, trainers, True, False]
 
 
 def test_what_needs_logits_of_a_model_that_makes_none(tmp_path: Path, ring: Ring) -> None:

@@ -156,8 +156,10 @@ class OwnStep(Trainer):
     @torch.no_grad()
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         inputs = self._prepare_inputs(inputs)
-        outputs = model(**inputs)
-        return outputs.get("loss"), outputs.logits, inputs.get("labels")
+        if "labels" not in inputs:
+            return None, model(**inputs).logits, None
+        loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, outputs.logits, inputs["labels"]
 
 
 class MeanOfMeans(Trainer):

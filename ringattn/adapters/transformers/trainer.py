@@ -577,7 +577,7 @@ class RingTrainerMixin:
             )
         # As in Trainer's prediction_step.
         has_loss = not missing if names else host.can_return_loss if returns_loss is None else returns_loss
-        return has_loss and step_shards(type(self))
+        return has_loss and not takes_shards(type(self))
 
     def floating_point_ops(self, inputs: Any) -> Any:
         """Return this rank's part of Trainer's estimate, which Trainer sums over ranks.
@@ -744,10 +744,11 @@ def ring_of_arguments(arguments: Iterable[Any], cp_size: int | None = None) -> R
     return ring_of_ranks(cp_size, device.type)
 
 
-def step_shards(kind: type[Any]) -> bool:
-    """Return whether prediction_step of a Trainer calls the sharding method: Trainer's does from transformers 5.16 on.
+def takes_shards(kind: type[Any]) -> bool:
+    """Return whether prediction_step of a Trainer computes the loss of the inputs that it gets, so they must be shards.
 
-    A step that replaces Trainer's, as those of TRL, computes the loss of the inputs that it gets.
+    Trainer's own step calls the sharding method from transformers 5.16 on. A step of the user that calls
+    `local_attention` expects whole inputs.
 
     Args:
         kind: A class with `RingTrainerMixin`. The steps after the mixin are examined.
@@ -756,9 +757,9 @@ def step_shards(kind: type[Any]) -> bool:
     for base in classes[classes.index(RingTrainerMixin) + 1 :]:
         if "prediction_step" not in vars(base):
             continue
-        names = inspect.unwrap(vars(base)["prediction_step"]).__code__.co_names
+        names = set(inspect.unwrap(vars(base)["prediction_step"]).__code__.co_names)
         if "prediction_step" not in names:  # otherwise it calls that of its base class
-            return "_prepare_context_parallel_inputs" in names
+            return "compute_loss" in names and not names & {"_prepare_context_parallel_inputs", "local_attention"}
     return False
 
 
