@@ -21,7 +21,7 @@ from tests.fuzz.judge import error_of
 CUTS = [0, 5, 5, 6, 14]
 
 
-SEEDS = list(islice((seed for seed in count() if kind_of(seed) == "sequences"), 30))
+SEEDS = list(islice((seed for seed in count() if kind_of(seed) == "sequences"), 40))
 
 
 def test_the_drawn_sequences_cover_every_layout_and_number_of_ranks() -> None:

@@ -17,7 +17,7 @@ from tests.fuzz.judge import error_of
 from tests.fuzz.legal import must_refuse
 from tests.fuzz.workers import answers
 
-QUICK_S, SLOW_S = 5.0, 20.0
+QUICK_S, SLOW_S = 3.0, 20.0
 FAILED = Path(__file__).parents[1] / "golden" / "fuzz_failed.json"
 CALLS = ("attention", "dilated", "nan")
 OTHERS = ("layers", "sequences", "order", "disagree", "processes", "idle", "states", "functions")
