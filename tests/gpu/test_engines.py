@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn
 from ringattn.testing import dense_attention, dense_dilated_attention
+from ringattn.transport.local import LocalWorld
 from tests.gpu import kept
 
 keep = partial(kept.keep, "exactness")
@@ -139,6 +140,24 @@ def test_results_do_not_depend_on_the_layout_of_earlier_calls(engine: str) -> No
             for layout in (*in_every_layout(dout), torch.stack([dout, dout], -1)[..., 0]):
                 gradients = torch.autograd.grad(out, (q, k, v), layout, retain_graph=True)
                 assert max(errors(list(gradients), reference[1:])) < bound
+
+
+def test_zero_padded_segments_are_exact_on_cuda() -> None:
+    def computed(ring: ringattn.Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seq = ring.sequence(TOKENS, layout="contiguous")
+        rows: Tensor = ring.dilated_attention(
+            q, k, v, seq, segment_lengths=[64, 300], dilation_rates=[2, 3], tail="zero_pad"
+        )
+        return rows.cpu()
+
+    q, k, v, _ = inputs(torch.float64)
+    with ringattn.Ring(engine="plain") as ring:
+        assert ring.device.type == DEVICE
+        out = computed(ring, q, k, v)
+    with ringattn.Ring(transport=LocalWorld(1).transport(0), engine="plain") as ring:
+        (error,) = errors([out], [computed(ring, q.cpu(), k.cpu(), v.cpu())])
+    keep("plain torch.float64 zero_pad", {"out": error})
+    assert error < 1e-12
 
 
 @pytest.mark.parametrize("mask", ["window", "causal window", "documents", "dilated", "causal dilated"])
