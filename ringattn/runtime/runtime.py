@@ -93,6 +93,7 @@ class Runtime(ProcessBound):
         self.machines = self.exchange.on(self.cluster) if cluster else self.cluster
         self.pool = Pool(self.transport.allocate, poison=poison)
         self._counters = Counters()
+        self._runs = 0
         # Bounded: with new documents in each step, the number of plans has no limit.
         self._executors: BoundedCache[tuple[Any, ...], Executor] = BoundedCache(lambda key, each: each.held_bytes())
         # The buffers of captured passes by `id`. A graph has their addresses even if the pool has grown since.
@@ -435,7 +436,8 @@ class Runtime(ProcessBound):
     ) -> Iterator[None]:
         """Make the keys and values, and send them if the pass can begin with them, see `Executor.begin`.
 
-        Inside the `with`, `run` continues the pass. The ring makes no other call there, and an error ends the ring.
+        Inside the `with`, `run` continues the pass. The ring makes no other call there, and an error before the end of
+        `run` ends the ring.
 
         Args:
             executor: The executor of the pass.
@@ -451,15 +453,26 @@ class Runtime(ProcessBound):
             OutOfMemoryError: This rank had no memory for the pass.
         """
         check_recording(self._recording)
-        with self.guarded():
-            if call.problem.batch and executor.begins_with_keys:
+        if not call.problem.batch:  # no pass runs, so no rank waits for this one
+            make(None)
+            yield
+            return
+        runs = self._runs
+        try:
+            if executor.begins_with_keys:
                 with self.accounted(executor, call), unseen():
                     self._make_room(executor)
                     watch = profiler_of(executor.plan, self._recording)
                     executor.begin(self.transport, self.pool, make, watch)
             else:
+                self.check_open()
                 make(None)
             yield
+        except BaseException as error:
+            # After `run`, no rank waits: a checkpoint stops its recomputation there by an error of torch.
+            if self._runs == runs:
+                self.end(error)
+            raise
 
     def run(
         self, executor: Executor, arithmetic: Arithmetic, kept: Tensor | None = None, keep: bool = False
@@ -480,6 +493,7 @@ class Runtime(ProcessBound):
             TransportError: A message failed.
             OutOfMemoryError: This rank had no memory for the pass.
         """
+        self._runs += 1
         watch = profiler_of(executor.plan, self._recording)
         with self.guarded():
             self._make_room(executor)

@@ -73,7 +73,7 @@ def started_scan(
 ) -> Iterator[PendingStates]:
     """Start the first exchange of `Ring.scan_states`. Inside the `with`, compute something else, and then call `wait`.
 
-    The ring makes no other call before `wait`, and an error inside the `with` ends the ring. The backward pass is
+    The ring makes no other call before `wait`, and an error before its end ends the ring. The backward pass is
     overlapped too: its first exchange starts when the gradients of the initial states are known, and ends after the
     backward pass of what was computed before `wait`. Collective, like `Ring.scan_states`.
     """
@@ -111,10 +111,15 @@ def started_scan(
     call = ring.check_same_call(described, {"transitions": transitions, "states": states})
     attended()
     scan = PendingStates(ring, seq, matrix, call.number)
-    with ring.guarded():
-        started = _StartScan.apply(transitions, states, call.anchor(transitions, states), scan)
-        scan.inputs = started, transitions.detach()
+    started = _StartScan.apply(transitions, states, call.anchor(transitions, states), scan)
+    scan.inputs = started, transitions.detach()
+    try:
         yield scan
+    except BaseException as error:
+        # After `wait`, all ranks have the states: a checkpoint stops its recomputation there by an error of torch.
+        if scan.running is not None:
+            ring.end(error)
+        raise
 
 
 class PendingStates:

@@ -118,6 +118,28 @@ def test_a_convolution_over_ranks_is_that_of_one_process(layout: str, width: int
         torch.testing.assert_close(grad, expected_gradient, rtol=1e-13, atol=1e-13)
 
 
+def test_a_checkpoint_may_stop_its_recomputation_at_a_scan() -> None:
+    """torch stops there by an error, because the scan saves the last tensors that backward needs."""
+
+    def body(ring: Ring) -> list[Tensor]:
+        seq = ring.sequence(9, layout="contiguous")
+        sums = torch.full((1, 2), 1.0 + ring.rank, dtype=torch.float64, requires_grad=True)
+        factors = torch.full((1, 2), 0.5, dtype=torch.float64, requires_grad=True)
+
+        def scan(factors: Tensor, sums: Tensor) -> Tensor:
+            return ring.scan_states(factors, sums, seq)
+
+        plain = torch.autograd.grad(scan(factors, sums).sum(), (factors, sums))
+        again = torch.autograd.grad(checkpoint(scan, factors, sums, use_reentrant=False).sum(), (factors, sums))
+        assert all(map(torch.equal, plain, again)) and ring.is_open
+        return list(plain)
+
+    # The states before ranks 0, 1 and 2 are 0, 1 and 0.5 * 1 + 2.
+    factors, sums = zip(*run_ranks(3, body), strict=True)
+    assert [float(x[0, 0]) for x in factors] == [0.0, 1.0, 0.0]
+    assert [float(x[0, 0]) for x in sums] == [1.5, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_scans_are_recomputed_in_checkpointed_code(reentrant: bool):
     torch.manual_seed(0)
