@@ -79,8 +79,10 @@ def _nodes_are_uneven(case: Case) -> bool:
 def calls_differ(case: Case) -> bool:
     """Return whether the first call of one rank differs in effect from that of the others.
 
-    A change of `causal` has no effect if the window ends at the query.
+    A change of `causal` has no effect if the window ends at the query, or if there are no queries or no keys.
     """
-    change, window = case.get("odd", {}).get("change"), case["calls"][0]["options"].get("window")
-    same = change in ({"causal": True}, {"causal": False}) and window is not None and window[1] == 0
+    change, call = case.get("odd", {}).get("change"), case["calls"][0]
+    window = call["options"].get("window")
+    is_empty = not call["seq"]["length"] or (call["kv_seq"] is not None and not call["kv_seq"]["length"])
+    same = change in ({"causal": True}, {"causal": False}) and (is_empty or (window is not None and window[1] == 0))
     return change is not None and not same and case["ranks"] > 1
